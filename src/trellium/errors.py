@@ -1,0 +1,23 @@
+"""What Trellium raises when its user can mend the cause.
+
+Every message says what came, the rule, and the way out; for data, the file and line or the row. The command line prints it without a
+traceback and exits with `exit_code`. Anything else that is raised is a defect of ours and keeps its traceback.
+"""
+
+
+class TrelliumError(Exception):
+    """Base of the errors whose cause lies in what was given."""
+
+    exit_code = 2
+
+
+class ConfigError(TrelliumError, ValueError):
+    """Options that cannot be, or cannot be together."""
+
+
+class DatasetError(TrelliumError, ValueError):
+    """A dataset, or a row of it, that cannot be trained on."""
+
+
+class ModelError(TrelliumError, ValueError):
+    """A model that cannot be found, read, or trained as asked."""
