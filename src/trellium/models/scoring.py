@@ -1,0 +1,305 @@
+"""Give a causal language model a second way to be called: edges in, scores out, no logits.
+
+`install_scores` replaces the class of one model instance by a subclass that differs in `forward` only. Called with `edge_position`, that
+runs the backbone on the forest, gathers the hidden states that predict something, and scores their targets against the head
+(`trellium.ops.head`). Called in any other way it is the model's own forward. So DDP, accelerate, PEFT and FSDP wrap one forward call; generation, saving,
+copying and pickling are the model's own; tied embeddings receive both gradients.
+
+What the head does to its product (scale, soft cap, bias) is read from the configuration and then *measured* once: the model's own forward, with
+its backbone replaced for that call by a known hidden state, must give the logits that we would. A model whose head does something else is refused
+by name instead of being trained on wrong probabilities. That costs two rows of logits.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import ModelOutput
+
+from trellium.errors import ModelError
+from trellium.ops.attention import rows_are_chains
+from trellium.ops.head import token_scores
+
+
+@dataclass
+class ScoreOutput(ModelOutput):
+    """What a scoring forward returns; fields not asked for are None.
+
+    Attributes:
+        logprob: `[E]`, each edge's log-probability; differentiable.
+        entropy: `[E]`, the entropy of the distribution it was scored under, in nats; differentiable.
+        top1: `[E]` bool, whether the target was the most likely token.
+        aux_loss: `[]`, the load-balancing loss of a mixture of experts, without its coefficient; None unless the model's configuration has
+            `output_router_logits`.
+    """
+
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    top1: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """How a model makes logits of `hidden @ weight.T + bias`: `softcap · tanh(logit_scale · (…) / softcap)`."""
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+
+def install_scores(model: nn.Module) -> nn.Module:
+    """Let `model` be called as `model(input_ids=…, subtree_end=…, edge_position=…, edge_target=…, score_outputs=("logprob", …))`.
+
+    Args:
+        model: a causal language model of transformers, or a PEFT model around one. Changed in place. Before or after PEFT, but before it is
+            wrapped for several devices or compiled. Doing it twice does nothing more.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ModelError: not a decoder with an output head; a head inside an adapter; a head whose logits are not what its configuration says.
+
+    The scoring call takes the tensors of a `ForestBatch` (`edge_weight` and `real_tokens` may be among them and are not read), `score_outputs` (of
+    `trellium.ops.head.OUTPUTS`) and `temperature`, all by keyword. Rows must be single chains padded on the right. It returns a `ScoreOutput`.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise ModelError(f"scores need a causal language model of transformers, got {type(base).__name__}")
+    if isinstance(base, _Scores):
+        return model
+    name = type(base).__name__
+    if base.config.is_encoder_decoder:
+        raise ModelError(f"{name} is an encoder-decoder; only decoders with an output head can be trained here")
+    backbone, head = _backbone(base), _head(base)
+    transform = _head_transform(base)
+    if not any(parameter.is_meta for parameter in head.parameters()):
+        _measure_head(base, backbone, head, transform)
+    original = base.__dict__.pop("forward", None)
+    if original is not None:
+        if "_old_forward" not in base.__dict__:
+            raise ModelError(
+                f"the forward of this {name} was already replaced on the instance; install scores before wrapping or patching it"
+            )
+        base.__dict__["forward"] = original
+    base.__class__ = _scoring_class(type(base))
+    if original is not None:  # accelerate's hooks call what stood in `forward` when they were added
+        base._old_forward = type(base).forward.__get__(base)
+    return model
+
+
+class _Scores:
+    """Marks the classes made by `_scoring_class`."""
+
+
+@lru_cache(maxsize=None)
+def _scoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """`base` with a forward that also scores: the same name and module, because both are written into checkpoints and read by registries."""
+
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("edge_position") is None:
+            return base.forward(self, *args, **kwargs)
+        if args:
+            raise TypeError("a scoring call takes keywords only")
+        return _score(self, base, **kwargs)
+
+    # Trainer and generate() ask which arguments the model takes. Not functools.wraps: accelerate follows __wrapped__ to unwrap its own wrappers.
+    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = base.forward.__doc__
+    forward.__qualname__ = base.forward.__qualname__
+
+    def __reduce_ex__(self: PreTrainedModel, protocol: Any) -> Any:
+        # The class cannot be found by name; its base can.
+        return _blank_scoring_model, (base,), self.__dict__
+
+    return type(
+        base.__name__,
+        (_Scores, base),
+        {
+            "forward": forward,
+            "__reduce_ex__": __reduce_ex__,
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+        },
+    )
+
+
+def _blank_scoring_model(base: type[PreTrainedModel]) -> PreTrainedModel:
+    return copyreg.__newobj__(_scoring_class(base))  # type: ignore[attr-defined]
+
+
+def _score(
+    model: PreTrainedModel,
+    base: type[PreTrainedModel],
+    *,
+    input_ids: Tensor,
+    subtree_end: Tensor,
+    edge_position: Tensor,
+    edge_target: Tensor,
+    position_ids: Tensor | None = None,
+    score_outputs: Sequence[str] = ("logprob",),
+    temperature: float = 1.0,
+    edge_weight: Tensor | None = None,
+    real_tokens: Tensor | None = None,
+    **kwargs: Any,
+) -> ScoreOutput:
+    # PEFT and trainers name optional arguments of a plain call; None says nothing.
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if given:
+        prompt_learning = "past_key_values" in given or "inputs_embeds" in given
+        raise ModelError(
+            f"a scoring call does not take {', '.join(sorted(given))}. "
+            + (
+                "Adapters that put virtual tokens before the prompt are not supported; use LoRA."
+                if prompt_learning
+                else ""
+            )
+        )
+    backbone, head = _backbone(model), _head(model)
+    if not torch.compiler.is_compiling():
+        torch._assert_async(rows_are_chains(subtree_end), "rows must be single chains, padded on the right by a chain")
+    # One chain a row: causal attention over 0, 1, 2… is the forest's mask. Saying nothing lets the model take its fastest causal path, and is
+    # exact for models that build masks without positions, take no positions, or carry a state from left to right.
+    routers = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+    arguments: dict[str, Any] = {"output_router_logits": True} if routers else {}
+    outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments)
+    hidden = outputs.last_hidden_state
+    transform = _head_transform(model)
+    scores = token_scores(
+        hidden.reshape(-1, hidden.shape[-1]).index_select(0, edge_position),
+        head.weight,
+        edge_target,
+        bias=getattr(head, "bias", None),
+        temperature=temperature,
+        logit_scale=transform.logit_scale,
+        softcap=transform.softcap,
+        outputs=score_outputs,
+    )
+    aux_loss = _load_balancing_loss(model, base, outputs.router_logits, subtree_end) if routers else None
+    return ScoreOutput(logprob=scores.logprob, entropy=scores.entropy, top1=scores.top1, aux_loss=aux_loss)
+
+
+def _backbone(model: PreTrainedModel) -> nn.Module:
+    """The module between `input_ids` and the head."""
+    for backbone in (model.base_model, getattr(model, "model", None), model.get_decoder()):
+        if isinstance(backbone, nn.Module) and backbone is not model:
+            return backbone
+    raise ModelError(
+        f"{type(model).__name__} has no backbone below its output head (base_model_prefix {model.base_model_prefix!r}); "
+        "give a causal language model, not a bare backbone"
+    )
+
+
+def _head(model: PreTrainedModel) -> nn.Module:
+    """The output head: a linear layer with floating-point `weight` `[V, H]` and perhaps a `bias`."""
+    head = model.get_output_embeddings()
+    name = type(model).__name__
+    if head is None:
+        raise ModelError(f"{name} has no output head (get_output_embeddings() is None); give a causal language model")
+    if type(head).__module__.split(".")[0] == "peft":
+        raise ModelError(
+            f"the output head of {name} is inside an adapter ({type(head).__name__}), which scoring without logits would pass by. "
+            "Take the head out of target_modules and modules_to_save."
+        )
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        raise ModelError(
+            f"the output head of {name} must be a linear layer with a floating-point weight, got {type(head).__name__}. "
+            "If the model is quantized, leave its head out (llm_int8_skip_modules)."
+        )
+    return head
+
+
+def _head_transform(model: PreTrainedModel) -> HeadTransform:
+    """The scale and soft cap that the configuration names, as transformers' models apply them."""
+    config = model.config.get_text_config()
+    scale = 1.0
+    for attribute in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere; Falcon-H1; Muse
+        scale *= _number(getattr(config, attribute, None), 1.0)
+    scaling = _number(getattr(config, "logits_scaling", None), 1.0)
+    scale = scale * scaling if config.model_type.startswith("hyperclovax") else scale / scaling  # Granite divides
+    softcap = None
+    # Gemma; RecurrentGemma; xLSTM
+    for attribute in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        softcap = softcap or getattr(config, attribute, None)
+    return HeadTransform(scale, None if softcap is None else float(softcap))
+
+
+def _number(value: Any, default: float) -> float:
+    return default if value is None else float(value)
+
+
+class _KnownHidden(BaseModelOutputWithPast):
+    """A backbone's output with a given hidden state; whatever else a model reads from it is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+@torch.no_grad()
+def _measure_head(model: PreTrainedModel, backbone: nn.Module, head: nn.Module, transform: HeadTransform) -> None:
+    """Raise unless the model makes of a known hidden state the logits that `head` and `transform` say."""
+    weight, bias = head.weight, getattr(head, "bias", None)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 2, weight.shape[1], generator=generator).to(weight)
+    product = nn.functional.linear(hidden, weight)
+    # Logits near 20: large enough that a soft cap shows, small enough that it does not flatten everything.
+    hidden = hidden * (20.0 / (product.float().abs().max() * abs(transform.logit_scale)).clamp(min=1e-6)).to(
+        hidden.dtype
+    )
+    # Some heads stand on the decoder inside the backbone (OPT): whichever is called first answers.
+    inner = model.get_decoder()
+    answering = [backbone] if inner is backbone or inner is model else [backbone, inner]
+    shadowed = [module.__dict__.get("forward") for module in answering]
+    for module in answering:
+        module.__dict__["forward"] = lambda *args, **kwargs: _KnownHidden(last_hidden_state=hidden)
+    try:
+        token = torch.zeros(1, 2, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+        logits = model(input_ids=token, use_cache=False, return_dict=True).logits
+    finally:
+        for module, forward in zip(answering, shadowed, strict=True):
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.__dict__["forward"] = forward
+    expected = nn.functional.linear(hidden, weight, bias).float() * transform.logit_scale
+    if transform.softcap is not None:
+        expected = transform.softcap * torch.tanh(expected / transform.softcap)
+    tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 3e-2
+    if logits.shape != expected.shape or not torch.allclose(
+        logits.float(), expected.to(logits.device), rtol=tolerance, atol=tolerance * 20
+    ):
+        raise ModelError(
+            f"the logits of {type(model).__name__} are not what its output head, logit scale {transform.logit_scale:g} and soft cap "
+            f"{transform.softcap} give, so its tokens cannot be scored without logits. If its configuration names another scale or cap, "
+            "trellium.models.scoring._head_transform is where to add it."
+        )
+
+
+def _load_balancing_loss(
+    model: PreTrainedModel, base: type[PreTrainedModel], router_logits: Any, subtree_end: Tensor
+) -> Tensor:
+    """The model's own auxiliary loss, over the tokens that are not padding."""
+    module = sys.modules[base.__module__]
+    function = getattr(module, "load_balancing_loss_func", None)
+    known = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+    if function is None or list(inspect.signature(function).parameters) != known or not router_logits:
+        raise ModelError(
+            f"{base.__name__} has output_router_logits on, but no load-balancing loss that is known here. "
+            "Set output_router_logits=False (router_aux_loss_coef=0)."
+        )
+    place = torch.arange(subtree_end.shape[1], device=subtree_end.device)
+    real = (place < subtree_end[:, :1]).to(torch.int64)  # the first chain of each row is its sequence
+    return function(router_logits, model.num_experts, model.num_experts_per_tok, real)

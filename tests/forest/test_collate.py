@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trellium.data.sequence import Sequence
+from trellium.errors import ConfigError, DatasetError
+from trellium.forest.batch import ForestBatch
+from trellium.forest.collate import ForestCollator
+from trellium.forest.layout import chains, check
+from trellium.ops.attention import rows_are_chains
+
+ROW = st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12)
+
+
+def prepared(tokens: list[tuple[int, bool]]) -> dict:
+    return {"input_ids": [token for token, _ in tokens], "labels": [token if on else -100 for token, on in tokens]}
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=st.lists(ROW, min_size=1, max_size=5), multiple=st.sampled_from([None, 1, 3, 8]))
+def test_every_batch_keeps_the_laws_and_says_what_the_rows_say(rows, multiple):
+    batch = ForestBatch(**ForestCollator(0, multiple)([prepared(row) for row in rows]))
+    check(batch)
+    assert rows_are_chains(batch.subtree_end)
+    length, edges = batch.input_ids.shape[1], len(batch.edge_position)
+    assert length % (multiple or 1) == 0
+    assert length < max(map(len, rows)) + (multiple or 1)
+    assert edges % (multiple or 1) == 0
+    assert batch.real_tokens == sum(map(len, rows))
+    # Read the edges back, plainly.
+    expected = [
+        (row * length + place - 1, token)
+        for row, tokens in enumerate(rows)
+        for place, (token, on) in enumerate(tokens)
+        if on and place > 0
+    ]
+    count = len(expected)
+    assert edges == max(-(-count // (multiple or 1)), 1) * (multiple or 1)
+    assert list(zip(batch.edge_position[:count].tolist(), batch.edge_target[:count].tolist(), strict=True)) == expected
+    assert (batch.edge_weight[:count] == 1).all()
+    assert not batch.edge_weight[count:].any()
+    for row, tokens in enumerate(rows):
+        assert batch.input_ids[row, : len(tokens)].tolist() == [token for token, _ in tokens]
+        assert not batch.input_ids[row, len(tokens) :].any()
+
+
+def test_padding_is_a_chain_of_its_own():
+    batch = chains([sequence([5, 6, 7]), sequence([8])], pad_token_id=9)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 1]]
+    assert batch.subtree_end.tolist() == [[3, 3, 3], [1, 3, 3]]
+
+
+def test_rows_without_a_trained_token_make_one_edge_of_weight_zero():
+    batch = ForestBatch(**ForestCollator(0)([{"input_ids": [3, 4], "labels": [-100, -100]}]))
+    check(batch)
+    assert batch.edge_weight.tolist() == [0.0]
+
+
+def test_a_sequence_s_weight_is_that_of_its_edges():
+    batch = chains([sequence([1, 2, 3], weight=0.5), sequence([4, 5])], pad_token_id=0)
+    assert batch.edge_weight.tolist() == [0.5, 0.5, 1.0]
+
+
+def test_an_empty_row_and_an_empty_batch_are_refused_by_name():
+    with pytest.raises(DatasetError, match="row 1 of the batch has no tokens"):
+        ForestCollator(0)([{"input_ids": [1], "labels": [1]}, {"input_ids": [], "labels": []}])
+    with pytest.raises(DatasetError, match="at least one sequence"):
+        ForestCollator(0)([])
+
+
+@pytest.mark.parametrize(("pad", "multiple", "message"), [(None, None, "pad_token_id"), (0, 0, "pad_to_multiple_of")])
+def test_a_collator_that_cannot_pad_is_refused(pad, multiple, message):
+    with pytest.raises(ConfigError, match=message):
+        ForestCollator(pad, multiple)
+
+
+TREE = ForestBatch(
+    input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]]),
+    position_ids=torch.tensor([[0, 1, 2, 1, 0, 1]]),
+    subtree_end=torch.tensor([[4, 3, 3, 4, 6, 6]]),
+    edge_position=torch.tensor([0, 0, 1]),
+    edge_target=torch.tensor([2, 4, 3]),
+    edge_weight=torch.ones(3),
+    real_tokens=torch.tensor(6),
+)
+
+
+def test_a_row_of_trees_keeps_the_laws():
+    check(TREE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"subtree_end": torch.tensor([[4, 5, 3, 4, 6, 6]])}, "place 1: its subtree ends after its parent's"),
+        ({"subtree_end": torch.tensor([[4, 3, 2, 4, 6, 6]])}, r"place 2: subtree_end must lie in \(2, 6\]"),
+        ({"subtree_end": torch.tensor([[4, 3, 3, 4, 6, 7]])}, "place 5: subtree_end must lie in"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])}, "place 3: position must be 1, got 3"),
+        ({"edge_position": torch.tensor([0, 0, 6])}, "edge_position must lie in"),
+        ({"edge_weight": torch.ones(3, dtype=torch.float64)}, "edge_weight must be torch.float32"),
+        ({"edge_target": torch.tensor([2])}, "edges must be three"),
+    ],
+)
+def test_a_broken_law_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        check(dataclasses.replace(TREE, **change))
+
+
+def sequence(tokens: list[int], weight: float = 1.0) -> Sequence:
+    return Sequence(np.asarray(tokens, dtype=np.int64), np.ones(len(tokens), dtype=bool), weight)
