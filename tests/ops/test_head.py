@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -246,7 +248,7 @@ def test_tiles_are_even():
         pieces = head_module._even_split(length, target, alignment)
         assert pieces[0][0] == 0
         assert pieces[-1][1] == length
-        assert all(stop == start for (_, stop), (start, _) in zip(pieces, pieces[1:], strict=False))
+        assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(pieces))
         sizes = [stop - start for start, stop in pieces]
         assert max(sizes) - min(sizes) < 2 * alignment
         assert max(sizes) < target + alignment

@@ -6,7 +6,8 @@ meets few of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Ordered
+from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Any
 

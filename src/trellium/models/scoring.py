@@ -17,7 +17,6 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -102,8 +101,17 @@ class _Scores:
     """Marks the classes made by `_scoring_class`."""
 
 
-@lru_cache(maxsize=None)
+_SCORING_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
 def _scoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The one scoring subclass of `base`."""
+    if base not in _SCORING_CLASSES:
+        _SCORING_CLASSES[base] = _make_scoring_class(base)
+    return _SCORING_CLASSES[base]
+
+
+def _make_scoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """`base` with a forward that also scores: the same name and module, because both are written into checkpoints and read by registries."""
 
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -143,10 +151,10 @@ def _score(
     model: PreTrainedModel,
     base: type[PreTrainedModel],
     *,
-    input_ids: Tensor,
-    subtree_end: Tensor,
     edge_position: Tensor,
     edge_target: Tensor,
+    input_ids: Tensor | None = None,
+    subtree_end: Tensor | None = None,
     position_ids: Tensor | None = None,
     score_outputs: Sequence[str] = ("logprob",),
     temperature: float = 1.0,
@@ -166,6 +174,8 @@ def _score(
                 else ""
             )
         )
+    if input_ids is None or subtree_end is None:
+        raise TypeError("a scoring call needs input_ids, subtree_end, edge_position and edge_target")
     backbone, head = _backbone(model), _head(model)
     if not torch.compiler.is_compiling():
         torch._assert_async(rows_are_chains(subtree_end), "rows must be single chains, padded on the right by a chain")
@@ -295,11 +305,17 @@ def _load_balancing_loss(
     module = sys.modules[base.__module__]
     function = getattr(module, "load_balancing_loss_func", None)
     known = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-    if function is None or list(inspect.signature(function).parameters) != known or not router_logits:
+    experts = (getattr(model, "num_experts", None), getattr(model, "num_experts_per_tok", None))
+    if (
+        function is None
+        or list(inspect.signature(function).parameters) != known
+        or not router_logits
+        or None in experts
+    ):
         raise ModelError(
             f"{base.__name__} has output_router_logits on, but no load-balancing loss that is known here. "
             "Set output_router_logits=False (router_aux_loss_coef=0)."
         )
     place = torch.arange(subtree_end.shape[1], device=subtree_end.device)
     real = (place < subtree_end[:, :1]).to(torch.int64)  # the first chain of each row is its sequence
-    return function(router_logits, model.num_experts, model.num_experts_per_tok, real)
+    return function(router_logits, *experts, real)

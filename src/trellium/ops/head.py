@@ -15,6 +15,7 @@ weight gradient. The logits `[E, V]` exist nowhere.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,7 @@ def _even_split(length: int, target: int, alignment: int = 1) -> list[tuple[int,
     units = -(-length // alignment)
     pieces = max(1, -(-length // max(target, alignment)))
     bounds = [min(length, alignment * (piece * units // pieces)) for piece in range(pieces)] + [length]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))
 
 
 class _LogitTiles:
@@ -281,7 +282,7 @@ class _TokenScores(torch.autograd.Function):
                     tile_grad_weight = grad_weight[columns].zero_()
                 else:
                     tile_grad_weight = torch.zeros_like(head, dtype=tiles.statistics_dtype)
-            tile_grad_bias = None if bias is None else torch.zeros_like(bias[columns], dtype=tiles.statistics_dtype)
+            tile_grad_bias = None if grad_bias is None else grad_bias.new_zeros(width, dtype=tiles.statistics_dtype)
             for start, stop in tiles.edge_tiles:
                 rows = slice(start, stop)
                 z = tiles.logits(rows, head, tile_bias)
@@ -291,6 +292,7 @@ class _TokenScores(torch.autograd.Function):
                     z.mul_(tiles.outer)
                 z.sub_(highest[rows].unsqueeze(1)).sub_(log_total[rows].unsqueeze(1))  # log p
                 if of_entropy is None:
+                    assert of_target is not None
                     grad = z.exp_().mul_(-of_target[rows].unsqueeze(1))
                 else:
                     grad = torch.exp(z, out=tiles.buffer("p", stop - start, width))
@@ -306,7 +308,7 @@ class _TokenScores(torch.autograd.Function):
                     grad.scatter_add_(1, place.clamp(0, width - 1).unsqueeze(1), addend.unsqueeze(1))
                 if bend is not None:
                     grad.mul_(bend)
-                if wants_bias:
+                if tile_grad_bias is not None:
                     tile_grad_bias.add_(grad.sum(dim=0))
                 if grad.dtype != hidden.dtype:
                     product = tiles.buffer("product", stop - start, width, hidden.dtype)
