@@ -1,0 +1,411 @@
+"""What every trainer shares, on `transformers.Trainer`: model, adapter, data, the scoring call, exact normalisation, metrics, checkpoints.
+
+A trainer is three things: how a row becomes sequences (`prepare_dataset`), which scores it needs (`score_outputs`), and its loss (`compute_scored_loss`).
+Everything else is here.
+
+The loss of an optimizer step is one sum divided by one number: what is counted over all of its micro-batches on all processes. So four micro-batches of one
+row give the gradient of one batch of four, whatever their lengths. Evaluation is one such sum over the whole held-out set. Logits
+are never made, so nothing that wants them (`compute_metrics`) can be given.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from trellium.errors import ConfigError, DatasetError, ModelError
+from trellium.forest.collate import ForestCollator
+from trellium.models.loading import load_model, load_tokenizer
+from trellium.models.scoring import ScoreOutput, install_scores
+from trellium.monitor.metrics import MetricSink
+from trellium.monitor.throughput import ThroughputMeter
+from trellium.trainers.adapters import is_adapted, wrap_with_adapter
+from trellium.trainers.base_config import BaseConfig
+from trellium.trainers.checkpoints import drop_pad_collision, resumable_checkpoint, write_model_card
+from trellium.trainers.mixture import RouterLoss
+from trellium.trainers.random_state import load_accelerator_random_state, save_accelerator_random_state
+
+logger = logging.getLogger(__name__)
+
+FOREST_FIELDS = (
+    "input_ids",
+    "position_ids",
+    "subtree_end",
+    "edge_position",
+    "edge_target",
+    "edge_weight",
+    "real_tokens",
+)
+_COUNTERS = "trellium"
+"""The key of our counters in a checkpoint's `trainer_state.json`, among the states of callbacks."""
+
+
+class BaseTrainer(Trainer):
+    """The common base; use one of its subclasses.
+
+    Args:
+        model: a name or path, a causal language model, or one with an adapter.
+        args: the trainer's config, or None for its defaults with an output folder named after the model.
+        data_collator: from prepared rows to the tensors of a `ForestBatch`; None for one sequence a row.
+        train_dataset: a `Dataset` or `IterableDataset` of raw or prepared rows.
+        eval_dataset: one such, or a mapping of several.
+        processing_class: the tokenizer; None for the model's own.
+        callbacks, optimizers, optimizer_cls_and_kwargs: as in `transformers.Trainer`.
+        peft_config: train this adapter instead of the model.
+        compute_metrics, preprocess_logits_for_metrics, compute_loss_func, quantization_config: TRL's; refused, since they work on full logits or on
+            quantized bases, which do not exist here.
+
+    Raises:
+        ConfigError, DatasetError, ModelError: what came, the rule, and the way out.
+    """
+
+    config_class: ClassVar[type[BaseConfig]] = BaseConfig
+    method: ClassVar[str] = ""
+    score_outputs: ClassVar[tuple[str, ...]] = ("logprob",)
+    loss_is_scaled_for_ga = True  # transformers: do not divide by the accumulation steps
+
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel | nn.Module,
+        args: BaseConfig | None = None,
+        *,
+        data_collator: Callable[[list], dict[str, Tensor]] | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        peft_config: Any = None,
+        **refused: Any,
+    ) -> None:
+        _refuse(refused)
+        args = self._own_args(args, model)
+        set_seed(args.seed)  # before an adapter's weights are drawn
+        if processing_class is None:
+            processing_class = self._load_tokenizer(model, args)
+        model = self._load(model, args)
+        model = wrap_with_adapter(install_scores(model), peft_config, args)
+        self._set_special_tokens(processing_class, args)
+        self._check_iterable(train_dataset, args)
+        self.processing_class = processing_class
+        self.args = args
+        train_dataset = self._prepare(train_dataset, "train")
+        eval_dataset = self._prepare(eval_dataset, "eval")
+        if data_collator is None:
+            data_collator = ForestCollator(self._pad_token_id(processing_class), args.pad_to_multiple_of)
+        self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
+        if self.args.n_gpu > 1:
+            raise ConfigError(
+                f"{self.args.n_gpu} devices are visible to one process, which would replicate the model in threads and break exact normalisation. "
+                "Start one process a device with `accelerate launch` or `torchrun`, or show it one device."
+            )
+        self.throughput = ThroughputMeter(args.device)
+        self._start_counting({})
+
+    # ---- what a method defines ----
+
+    def prepare_dataset(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+        """Raw rows to the columns that the collator reads."""
+        raise NotImplementedError
+
+    def compute_scored_loss(self, scores: ScoreOutput, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:
+        """The loss `[]` of a batch from its edges' scores: a sum divided by `normalizer`."""
+        raise NotImplementedError
+
+    def count_items(self, inputs: dict[str, Tensor]) -> Tensor:
+        """What a batch adds to the number its step's loss is divided by: `[]`, here the weights of the trained tokens."""
+        return inputs["edge_weight"].sum()
+
+    # ---- construction ----
+
+    def _own_args(self, args: BaseConfig | None, model: Any) -> BaseConfig:
+        if args is None:
+            name = str(_name_of(model) or "model").rstrip("/").split("/")[-1]
+            return self.config_class(output_dir=f"{name}-{self.method.upper()}")
+        if not isinstance(args, self.config_class):
+            raise ConfigError(f"args must be a {self.config_class.__name__}, got {type(args).__name__}")
+        return args
+
+    @staticmethod
+    def _load(model: Any, args: BaseConfig) -> nn.Module:
+        options = dict(args.model_init_kwargs or {})
+        if isinstance(model, nn.Module):
+            if options:
+                raise ConfigError(
+                    "model_init_kwargs are for a model given by name; this one is loaded already. Load it with them, or give its name."
+                )
+            return model
+        if model is None or isinstance(model, str | os.PathLike):
+            return load_model(model, **{"trust_remote_code": args.trust_remote_code, **options})
+        raise ModelError(f"model must be a name, a path or a model, got {type(model).__name__}")
+
+    @staticmethod
+    def _load_tokenizer(model: Any, args: BaseConfig) -> PreTrainedTokenizerBase:
+        name = _name_of(model)
+        if not name and isinstance(model, nn.Module):
+            raise ConfigError(
+                "the model does not say where it came from, so its tokenizer is not known. Give it as processing_class."
+            )
+        return load_tokenizer(name or None, trust_remote_code=args.trust_remote_code)
+
+    @staticmethod
+    def _check_iterable(dataset: Any, args: BaseConfig) -> None:
+        if not isinstance(dataset, IterableDataset):
+            return
+        if args.max_steps <= 0:
+            raise ConfigError("an IterableDataset has no length, so the run's end is not known. Set max_steps.")
+        if args.accelerator_config.dispatch_batches is None:
+            args.accelerator_config.dispatch_batches = False  # every process reads its own; batches differ in shape
+
+    @staticmethod
+    def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> None:
+        for field in ("eos_token", "pad_token"):
+            token = getattr(args, field, None)
+            if token is None:
+                continue
+            if token not in tokenizer.get_vocab():
+                raise ConfigError(
+                    f"{field}={token!r} is not in the tokenizer's vocabulary. Name one of its tokens, or leave it unset."
+                )
+            setattr(tokenizer, field, token)
+
+    @staticmethod
+    def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+        # Padding is known by its place, never by its token, so any token will do and none is made the tokenizer's for it.
+        for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+            if token_id is not None:
+                return token_id
+        return 0
+
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        if dataset is None:
+            return None
+        if isinstance(dataset, Mapping) and not isinstance(dataset, Dataset | IterableDataset):
+            return {key: self._prepare(part, f"{name} {key}") for key, part in dataset.items()}
+        if not isinstance(dataset, Dataset | IterableDataset):
+            raise DatasetError(
+                f"{name}: expected a datasets.Dataset or IterableDataset, got {type(dataset).__name__}. "
+                "Dataset.from_list(rows) makes one of a list of dicts."
+            )
+        with self.args.main_process_first(desc=f"{name} dataset preparation"):
+            return self.prepare_dataset(dataset, name)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["input_ids", "labels"]
+
+    # ---- the step ----
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
+        """What the loss of the whole accumulated batch is divided by, over all processes where they average."""
+        if not batch_samples:
+            return None
+        _check_batch(batch_samples[0])
+        count = torch.stack([self.count_items(batch).to(device) for batch in batch_samples]).sum()
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.reduce(count, reduction="sum")
+        return count
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """The share that a micro-batch has in its step's loss, `[]`; see `transformers.Trainer.compute_loss`."""
+        scores = self._score(model, inputs)
+        count = self.count_items(inputs) if num_items_in_batch is None else num_items_in_batch
+        loss = self.compute_scored_loss(scores, inputs, count.clamp(min=1))
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # gradients are averaged over processes, the count was summed
+        if scores.aux_loss is not None:
+            steps = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_loss.coefficient * scores.aux_loss / steps
+        self._record("train" if model.training else "eval", scores, inputs)
+        return (loss, scores) if return_outputs else loss
+
+    def _score(self, model: nn.Module, inputs: dict[str, Any]) -> ScoreOutput:
+        _check_batch(inputs)
+        return model(**{name: inputs[name] for name in FOREST_FIELDS}, score_outputs=self.score_outputs)
+
+    def _record(self, mode: str, scores: ScoreOutput, inputs: dict[str, Tensor]) -> None:
+        """Add a batch to the metrics, on the device."""
+        sink = self._sinks[mode]
+        trained = (inputs["edge_weight"] > 0).float()
+        for name, values in (("entropy", scores.entropy), ("mean_token_accuracy", scores.top1)):
+            if values is not None:
+                sink.add_mean(name, (values.detach().float() * trained).sum(), trained.sum())
+        if scores.aux_loss is not None:
+            sink.add_mean("aux_loss", scores.aux_loss, torch.ones_like(scores.aux_loss))
+        if mode == "train":
+            sink.add_count("num_tokens", inputs["real_tokens"])
+            sink.add_count("trained_tokens", (inputs["edge_weight"] > 0).sum())
+            self.throughput.forwarded(inputs["input_ids"].numel())
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[None, None, None]:
+        """Add a held-out batch to the sums of the evaluation; there is nothing to gather batch by batch."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            scores = self._score(model, inputs)
+            self._sinks["eval"].add_mean(
+                "loss", self.compute_scored_loss(scores, inputs, 1.0), self.count_items(inputs)
+            )
+            self._record("eval", scores, inputs)
+        return None, None, None
+
+    # ---- metrics ----
+
+    def _start_counting(self, counts_before: dict[str, int]) -> None:
+        self._sinks = {mode: MetricSink(self.args.device) for mode in ("train", "eval")}
+        self._counts_before = counts_before
+        self._counts_logged = dict(counts_before)
+        self.throughput.restart()
+
+    def _reduce(self) -> Callable[[Tensor], Tensor] | None:
+        if self.accelerator.num_processes == 1:
+            return None
+        return lambda sums: self.accelerator.reduce(sums, reduction="sum")
+
+    def _totals(self, counts: dict[str, int]) -> dict[str, int]:
+        return {
+            name: self._counts_before.get(name, 0) + counts.get(name, 0) for name in (*self._counts_before, *counts)
+        }
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; the metrics of the steps since the last time are merged into a training step's."""
+        if "loss" in logs:
+            means, counts = self._sinks["train"].read(self._reduce())
+            totals = self._totals(counts)
+            since = {name: total - self._counts_logged.get(name, 0) for name, total in totals.items()}
+            self._counts_logged = totals
+            logs.update(means, num_tokens=totals.get("num_tokens", 0))
+            logs.update(
+                self.throughput.read(
+                    real=since.get("num_tokens", 0),
+                    trained=since.get("trained_tokens", 0),
+                    processes=self.accelerator.num_processes,
+                )
+            )
+        super().log(logs, start_time)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Held-out metrics; `eval_dataset` may be raw rows, prepared ones, a mapping of several, or the name of one given to the trainer."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str | Mapping):
+            eval_dataset = self._prepare(eval_dataset, metric_key_prefix)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As in `transformers.Trainer`, with one sum over the whole set for every metric, the loss included."""
+        with self.throughput.paused():
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            means, _ = self._sinks["eval"].read(self._reduce())
+            means["num_tokens"] = self._totals(self._sinks["train"].counts(self._reduce())).get("num_tokens", 0)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
+        return output
+
+    # ---- checkpoints ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last in the output folder."""
+        checkpoint = resumable_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint=checkpoint, **kwargs)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        started = super()._init_training_state(*args, **kwargs)
+        self._start_counting(dict(self.state.stateful_callbacks.get(_COUNTERS, {})))
+        return started
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with self.throughput.paused():
+            self.state.stateful_callbacks[_COUNTERS] = self._totals(self._sinks["train"].counts(self._reduce()))
+            super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        save_accelerator_random_state(output_dir, self.args.device, self.args.process_index)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            load_accelerator_random_state(checkpoint, self.args.device, self.args.process_index)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        drop_pad_collision(self.model)
+        with self.router_loss.out_of_sight():
+            super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self.create_model_card(output_dir=output_dir)
+
+    def create_model_card(self, *args: Any, output_dir: str | None = None, **kwargs: Any) -> None:
+        """Write a short README.md beside the weights: from what, by which method, how to load it."""
+        folder = output_dir or self.args.output_dir
+        write_model_card(folder, self.method, _name_of(self.model), adapter=is_adapted(self.model))
+
+
+def _name_of(model: Any) -> str:
+    """The name or path a model was given by or loaded from; empty if it was made in the program."""
+    if not isinstance(model, nn.Module):
+        return "" if model is None else str(model)
+    base = model.get_base_model() if is_adapted(model) else model
+    return getattr(getattr(base, "config", None), "_name_or_path", "") or ""
+
+
+def _check_batch(batch: Any) -> None:
+    missing = [name for name in FOREST_FIELDS if not isinstance(batch, Mapping) or name not in batch]
+    if missing:
+        raise ConfigError(
+            f"the data collator's batch lacks {', '.join(missing)}. It must return the tensors of a trellium.forest.batch.ForestBatch; "
+            "leave data_collator out for the one that does."
+        )
+
+
+_REFUSED = {
+    "compute_metrics": "it works on full logits, which are never made here. The held-out loss, entropy and mean_token_accuracy are logged as they are",
+    "preprocess_logits_for_metrics": "there are no logits to preprocess",
+    "compute_loss_func": "it works on full logits, which are never made here. Choose loss_type, or subclass the trainer and override compute_scored_loss",
+    "quantization_config": "quantized base models are not supported yet. model_init_kwargs={'dtype': 'bfloat16'} halves the weights",
+}
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _REFUSED:
+            raise TypeError(f"unexpected argument {name!r}")
+        if value is not None:
+            raise ConfigError(f"{name} cannot be given: {_REFUSED[name]}.")

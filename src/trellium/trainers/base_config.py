@@ -1,0 +1,176 @@
+"""The options that every trainer shares: `transformers.TrainingArguments` with the field's defaults for post-training.
+
+A field that does nothing does not exist. Options of TRL 1.16 that Trellium does not have yet are known by name: asking for what happens
+anyway (`packing=False`) is allowed, asking for more raises a `ConfigError` that says so, and a name nobody knows is answered with the nearest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
+
+from trellium.capabilities import capabilities
+from trellium.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+STATIC_SHAPE_MULTIPLE = 128
+"""Row lengths and edges are rounded up to this where every new shape costs a compilation."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotYet:
+    """An option of TRL that is not here: the value that asks for nothing more, and what to do instead."""
+
+    nothing: Any
+    instead: str
+
+
+class _KnownOptions(type):
+    """Checks the names given to a config before its dataclass does, so that the answer can be more than 'unexpected keyword'."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        return super().__call__(*args, **cls.known_options(options))  # type: ignore[attr-defined]
+
+
+@dataclass
+class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
+    """What every trainer can be told, beside `transformers.TrainingArguments`.
+
+    Defaults that differ from `TrainingArguments`: `learning_rate` (each trainer's own), `logging_steps` 10, `gradient_checkpointing` True, `bf16`
+    where the device computes in it, `logging_nan_inf_filter` False (a loss that is not finite is logged as it is, and no micro-batch waits for
+    the host to look at it).
+
+    Of TRL's fields these come later and are refused until then: `packing`, `packing_strategy`, `eval_packing`, `padding_free`,
+    `activation_offloading`, `chat_template_path`. `use_liger_kernel` and `label_smoothing_factor` of `TrainingArguments` are refused as well.
+    """
+
+    not_yet: ClassVar[dict[str, NotYet]] = {}
+    """Refused options of this config, by name."""
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    logging_steps: float = field(
+        default=10,
+        metadata={"help": "Log every so many optimizer steps; below 1, this share of all steps."},
+    )
+    gradient_checkpointing: bool = field(
+        default=True,
+        metadata={
+            "help": "Recompute activations in the backward pass instead of keeping them: about a third more time, far less memory."
+        },
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute in bfloat16 with float32 weights. Unset: where an accelerator does, unless fp16 is set."
+        },
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False,
+        metadata={
+            "help": "Hide losses that are not finite from the log. Costs a wait for the device in every micro-batch."
+        },
+    )
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": 'Arguments of from_pretrained for a model given by name, as JSON: \'{"dtype": "bfloat16"}\'.'
+        },
+    )
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={"help": "Let a model's or tokenizer's repository run its own Python code while it is loaded."},
+    )
+    pad_to_multiple_of: int | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Round row lengths up to a multiple: a number, 'none', or 'auto' for 128 where every new shape is compiled, else none."
+        },
+    )
+
+    @classmethod
+    def known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """`options` without those of `not_yet` that ask for what happens anyway.
+
+        Raises:
+            ConfigError: an option of TRL's that is not here yet, or a name nobody knows.
+        """
+        names = {entry.name for entry in fields(cls) if entry.init}
+        for name, value in options.items():
+            if name in names:
+                continue
+            if name in cls.not_yet:
+                if value != cls.not_yet[name].nothing:
+                    raise ConfigError(f"{name}={value!r} is not supported yet. {cls.not_yet[name].instead}")
+                continue
+            raise ConfigError(unknown_name(f"{cls.__name__} has no option", name, names))
+        return {name: value for name, value in options.items() if name in names}
+
+    def __post_init__(self) -> None:
+        self._refuse_inherited()
+        if not self.use_cpu and not torch.accelerator.is_available():
+            self.use_cpu = True
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+            if not (self.bf16 or self.fp16):
+                _say_once(
+                    "Training in float32: no accelerator with bfloat16 is in use. bf16=True asks for it all the same."
+                )
+        # TrainingArguments renamed these; saying the new name keeps it from warning about the old, which is TRL's.
+        for old, new in (
+            ("gradient_checkpointing", "activation_checkpointing"),
+            ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        ):
+            if hasattr(self, new) and getattr(self, new) is None:
+                setattr(self, new, getattr(self, old))
+        super().__post_init__()
+        if isinstance(self.model_init_kwargs, str):
+            raise ConfigError(
+                f'model_init_kwargs must be a JSON object like \'{{"dtype": "bfloat16"}}\', got {self.model_init_kwargs!r}'
+            )
+        self.pad_to_multiple_of = self._multiple(self.pad_to_multiple_of)
+
+    def _refuse_inherited(self) -> None:
+        if self.use_liger_kernel:
+            raise ConfigError(
+                "use_liger_kernel=True: logits are never made here, so there is nothing for it to fuse. Leave it unset."
+            )
+        if self.label_smoothing_factor != 0:
+            raise ConfigError(
+                f"label_smoothing_factor={self.label_smoothing_factor} is not supported yet: it needs every token's mean log-probability "
+                "over the vocabulary. Leave it at 0."
+            )
+        if self.fp16 and self.bf16:
+            raise ConfigError("fp16=True and bf16=True exclude each other. Set one.")
+
+    def _multiple(self, given: int | str | None) -> int | None:
+        text = str(given).strip().lower()
+        if text in ("none", "null", ""):
+            return None
+        if text == "auto":
+            return STATIC_SHAPE_MULTIPLE if capabilities(self.device).static_shapes else None
+        if not text.isdigit() or int(text) < 1:
+            raise ConfigError(f"pad_to_multiple_of must be a number from 1, 'none' or 'auto', got {given!r}")
+        return int(text)
+
+
+def unknown_name(what: str, name: str, known: Any) -> str:
+    """A sentence that says a name is unknown and which known one is nearest."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"{what} {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)

@@ -1,0 +1,73 @@
+"""What a checkpoint of ours holds beside transformers' own files, and which one a run resumes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torch import nn
+from transformers.trainer_utils import get_last_checkpoint
+
+from trellium.errors import ConfigError
+
+
+def resumable_checkpoint(given: str | bool | None, output_dir: str) -> str | None:
+    """The folder to resume from: the one given, or the last in `output_dir` if that is True; None to start anew.
+
+    Raises:
+        ConfigError: no such checkpoint; names those that there are.
+    """
+    if given is None or given is False:
+        return None
+    if given is True:
+        last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+        if last is None:
+            raise ConfigError(
+                f"nothing to resume from: no checkpoint-* folder in {output_dir}. Leave resume_from_checkpoint out to start anew."
+            )
+        return last
+    folder = Path(given)
+    if not (folder / "trainer_state.json").is_file():
+        here = sorted(path.name for path in Path(output_dir).glob("checkpoint-*")) if Path(output_dir).is_dir() else []
+        known = f"{output_dir} has {', '.join(here)}" if here else f"{output_dir} has none"
+        raise ConfigError(f"{given} is not a checkpoint: it has no trainer_state.json. Of checkpoints, {known}.")
+    return str(folder)
+
+
+def drop_pad_collision(model: nn.Module) -> None:
+    """Take back a padding token that ends sequences as well.
+
+    `transformers.Trainer` copies the tokenizer's padding token into the model's configuration. If it is the end of a sequence too, a saved model would
+    stop where it should pad, and freeze the embedding of its end token when it is loaded.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    generation = getattr(base, "generation_config", None)
+    for config in (base.config, base.config.get_text_config(), generation):
+        ends = getattr(config, "eos_token_id", None)
+        ends = ends if isinstance(ends, list) else [ends]
+        if config is not None and getattr(config, "pad_token_id", None) in ends:
+            config.pad_token_id = None
+
+
+def write_model_card(folder: str | Path, method: str, base_model: str, *, adapter: bool) -> None:
+    """A README.md for the saved model: what it came from, how it was trained, how to load it."""
+    named = base_model if base_model and not Path(base_model).is_absolute() else Path(base_model).name
+    front = {"library_name": "peft" if adapter else "transformers", "tags": ["trellium", method.lower()]}
+    if named:
+        front["base_model"] = named
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    source = (
+        f"[{named}](https://huggingface.co/{named})" if named.count("/") == 1 else named or "a model made in a program"
+    )
+    loader = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    lines += [
+        f"Trained from {source} with the {method.upper()} trainer of Trellium.",
+        "",
+        "```python",
+        f"from {'peft' if adapter else 'transformers'} import {loader}",
+        "",
+        f'model = {loader}.from_pretrained("path/to/this/folder")',
+        "```",
+        "",
+    ]
+    (Path(folder) / "README.md").write_text("\n".join(lines), encoding="utf-8")

@@ -1,0 +1,100 @@
+"""Supervised fine-tuning: the model learns to say what the rows say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trellium.data.prepare import prepare_dataset
+from trellium.models.scoring import ScoreOutput
+from trellium.ops import losses
+from trellium.trainers.base import BaseTrainer
+from trellium.trainers.sft_config import SFTConfig
+
+_LOSSES = {"nll": losses.nll, "dft": losses.dft}
+
+
+class SFTTrainer(BaseTrainer):
+    """Supervised fine-tuning, with TRL's signature.
+
+    Args:
+        model: a name or path, a causal language model, or one with an adapter.
+        args: an `SFTConfig`.
+        data_collator: from prepared rows to the tensors of a `ForestBatch`; None for one sequence a row.
+        train_dataset, eval_dataset: rows of any kind that `trellium.data.rows` accepts: text, messages, prompt and completion, or tokens.
+        processing_class: the tokenizer; None for the model's own.
+        peft_config: train this adapter, e.g. a `peft.LoraConfig`, instead of the model.
+        formatting_func: from a row to its text.
+        compute_loss_func, compute_metrics, preprocess_logits_for_metrics, quantization_config: TRL's, refused with the reason.
+
+    Logged: `loss`, `entropy` and `mean_token_accuracy` over trained tokens, `num_tokens` since the run began (it survives a resume), `aux_loss`
+    of mixtures of experts, tokens per second and peak memory. In evaluation the same with `eval_`; its loss is the mean over all held-out tokens.
+    """
+
+    config_class = SFTConfig
+    method = "sft"
+    score_outputs = ("logprob", "entropy", "top1")
+
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        args: SFTConfig | None = None,
+        data_collator: Callable[[list], dict[str, Tensor]] | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[dict], str] | None = None,
+    ) -> None:
+        self._formatting_func = formatting_func
+        super().__init__(
+            model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            peft_config=peft_config,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+        )
+
+    def prepare_dataset(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+        """Rows of any accepted kind to `input_ids` and `labels`."""
+        args = self.args
+        prepared = prepare_dataset(
+            dataset,
+            self.processing_class,
+            max_length=args.max_length,
+            truncation_mode=args.truncation_mode,
+            completion_only_loss=args.completion_only_loss,
+            assistant_only_loss=args.assistant_only_loss,
+            dataset_text_field=args.dataset_text_field,
+            eos_token=args.eos_token,
+            num_proc=args.dataset_num_proc,
+            formatting_func=self._formatting_func,
+            skip_prepare=args.skip_prepare_dataset,
+            name=name,
+        )
+        return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
+
+    def compute_scored_loss(self, scores: ScoreOutput, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:
+        """The loss `[]` that `loss_type` names."""
+        return _LOSSES[self.args.loss_type](scores.logprob, inputs["edge_weight"], normalizer)

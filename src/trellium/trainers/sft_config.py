@@ -1,0 +1,102 @@
+"""The options of supervised fine-tuning, with TRL's names and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trellium.errors import ConfigError
+from trellium.trainers.base_config import BaseConfig, NotYet
+
+LOSS_TYPES = ("nll", "dft")
+TRUNCATION_MODES = ("keep_start", "keep_end")
+_DATASET_KWARGS = ("skip_prepare_dataset",)
+
+_PADDED = "Every row is padded to its batch's longest: leave it unset."
+
+
+@dataclass
+class SFTConfig(BaseConfig):
+    """What `SFTTrainer` can be told. `BaseConfig` says which of TRL's options come later."""
+
+    not_yet: ClassVar[dict[str, NotYet]] = {
+        "packing": NotYet(False, _PADDED),
+        "packing_strategy": NotYet("bfd", _PADDED),
+        "eval_packing": NotYet(None, _PADDED),
+        "padding_free": NotYet(False, _PADDED),
+        "activation_offloading": NotYet(
+            False, "gradient_checkpointing saves most of the memory it would: leave it unset."
+        ),
+        "chat_template_path": NotYet(
+            None, "Set the tokenizer's chat_template and give the tokenizer as processing_class."
+        ),
+    }
+
+    learning_rate: float = field(default=2e-5, metadata={"help": "The first learning rate of AdamW."})
+    router_aux_loss_coef: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of a mixture of experts' load-balancing loss. Unset: what the model's configuration says; 0: none."
+        },
+    )
+    dataset_text_field: str = field(
+        default="text", metadata={"help": "The column of a language-modelling dataset that holds the text."}
+    )
+    dataset_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "As JSON. The one key: skip_prepare_dataset, for rows that have input_ids and labels already."
+        },
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize the dataset."})
+    eos_token: str | None = field(
+        default=None, metadata={"help": "The token that ends a text. Unset: the tokenizer's."}
+    )
+    pad_token: str | None = field(
+        default=None,
+        metadata={"help": "The token that pads. Unset: the tokenizer's; which one it is never changes the loss."},
+    )
+    max_length: int | None = field(
+        default=1024, metadata={"help": "Cut longer rows to so many tokens; null (in a YAML file) leaves them whole."}
+    )
+    truncation_mode: str = field(
+        default="keep_start", metadata={"help": "Which end of a longer row stays: keep_start or keep_end."}
+    )
+    shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle the prepared dataset once, with the seed."})
+    completion_only_loss: bool | None = field(
+        default=None, metadata={"help": "Train completions only. Unset: yes for prompt-completion rows."}
+    )
+    assistant_only_loss: bool = field(
+        default=False, metadata={"help": "Train only what the assistant says in conversations."}
+    )
+    loss_type: str = field(
+        default="nll",
+        metadata={"help": "nll, the negative log-likelihood; or dft, each token weighted by its own probability."},
+    )
+
+    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_type == "chunked_nll":  # TRL's deprecated name of the same loss
+            self.loss_type = "nll"
+        if self.loss_type not in LOSS_TYPES:
+            raise ConfigError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {self.loss_type!r}")
+        if self.truncation_mode not in TRUNCATION_MODES:
+            raise ConfigError(
+                f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {self.truncation_mode!r}"
+            )
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(
+                f"max_length must be at least 2, one token to predict from and one to predict; got {self.max_length}"
+            )
+        unknown = sorted(set(self.dataset_kwargs or {}) - set(_DATASET_KWARGS))
+        if unknown:
+            raise ConfigError(
+                f"dataset_kwargs has the one key {_DATASET_KWARGS[0]!r}, got {', '.join(map(repr, unknown))}"
+            )
+
+    @property
+    def skip_prepare_dataset(self) -> bool:
+        """Whether rows come with `input_ids` and `labels` and are taken as they are."""
+        return bool((self.dataset_kwargs or {}).get("skip_prepare_dataset", False))
