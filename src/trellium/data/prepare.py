@@ -83,9 +83,9 @@ class PreparationReport:
             f"{self.name}: {self.kept} of {self.rows} rows, {self.tokens} tokens, {self.trained_tokens} of them trained"
         ]
         if self.truncated:
-            parts.append(f"{self.truncated} rows truncated by {self.tokens_cut} tokens in all")
+            parts.append(f"{_rows(self.truncated)} truncated by {self.tokens_cut} tokens in all")
         parts += [
-            f"{count} rows dropped: each {FATE_REASONS[fate]} (e.g. {self.examples[fate][0]})"
+            f"dropped {_rows(count)} with {FATE_REASONS[fate]} (e.g. {self.examples[fate][0]})"
             for fate, count in sorted(self.dropped.items())
         ]
         return "; ".join(parts) + "."
@@ -243,6 +243,10 @@ def prepare_with_report(
     return _keep_trainable(tokenized, dataset, called, name)
 
 
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
+
+
 def _keep_trainable(tokenized: Dataset, rows: Dataset, called: str, name: str) -> tuple[Dataset, PreparationReport]:
     """The rows with something to train, and the account; `rows` are those `tokenized` was made of, in the same order."""
     table = tokenized.with_format("arrow")
@@ -258,10 +262,10 @@ def _keep_trainable(tokenized: Dataset, rows: Dataset, called: str, name: str) -
     kept = np.flatnonzero(fates == Fate.KEPT)
     if not kept.size:
         why = "; ".join(
-            f"{dropped[fate]} {'rows have' if dropped[fate] > 1 else 'row has'} this fate: each {FATE_REASONS[fate]} (e.g. {', '.join(examples[fate])}): {_WAYS_OUT[fate]}"
-            for fate in dropped
+            f"{_rows(count)} with {FATE_REASONS[fate]} (e.g. {', '.join(examples[fate])}): {_WAYS_OUT[fate]}"
+            for fate, count in dropped.items()
         )
-        raise DatasetError(f"{called}: not one of the {len(fates)} rows has a token to train. {why}.")
+        raise DatasetError(f"{called}: no row has a token to train: {why}.")
 
     prepared = tokenized.select_columns(list(_PREPARED))
     if kept.size < len(fates):

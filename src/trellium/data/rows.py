@@ -221,7 +221,7 @@ def _read_message(message: object, where: str, column: str, position: int) -> Me
             f"{at} has no 'role', only {', '.join(map(repr, message)) or 'nothing'}. A message is {{'role', 'content'}} or {{'from', 'value'}}."
         )
     if role not in ROLES:
-        near = difflib.get_close_matches(str(role).lower(), ROLES, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(role).lower(), ROLES, n=1, cutoff=0.6)
         raise DatasetError(
             f"{at} has the role {shorten(role)}. Accepted roles are {', '.join(ROLES)}. "
             + (f"Did you mean {near[0]!r}?" if near else "Rename it to one of these.")

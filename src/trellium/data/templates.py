@@ -146,39 +146,34 @@ class ChatTemplate:
         def rendered(part: list[Message], generation_prompt: bool = False) -> str | None:
             try:
                 return self.render(part, where=where, tools=tools, options=options, generation_prompt=generation_prompt)
-            except DatasetError:
-                return (
-                    None  # a part of a conversation may be refused where the whole is not, e.g. one with no user in it
-                )
+            except (
+                DatasetError
+            ):  # a part of a conversation may be refused where the whole is not, e.g. one without a user
+                return None
 
         spans: list[Span] = []
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             floor = spans[-1][1] if spans else 0
-            content: tuple[int | None, int | None] | None = None
-
             before = rendered(messages[:turn], generation_prompt=True)
-            if before is not None and len(before) >= floor and text.startswith(before):
-                start: int | None = len(before)
-            else:
-                content = self._content_span(messages, turn, text, rendered)
-                start = content[0]
-
             upto = text if turn == len(messages) - 1 else rendered(messages[: turn + 1])
-            if upto is not None and text.startswith(upto):
-                end: int | None = len(upto)
-            elif upto is not None:
-                content = content or self._content_span(messages, turn, text, rendered)
-                end = self._end_by_content(messages, turn, text, upto, content[1], rendered)
+            start: int | None
+            end: int | None
+            if before is not None and len(before) >= floor and text.startswith(before):
+                start = len(before)
             else:
-                end = None
+                start = self._start_by_content(messages, turn, text, before, upto, rendered)
+            if upto is not None and text.startswith(upto):
+                end = len(upto)
+            else:
+                end = self._end_by_content(messages, turn, text, upto, rendered)
 
             if start is None or end is None or not floor <= start <= end:
                 raise DatasetError(
                     f"{where}: cannot tell which part of message {turn}, {shorten(message['content'], 40)}, the assistant wrote: the tokenizer's chat "
                     "template rewrites the conversation when it grows. Mark the assistant's part in the template with "
-                    "{% generation %}…{% endgeneration %} and set it with chat_template_path, or set assistant_only_loss=False."
+                    "{% generation %}…{% endgeneration %} and set it with chat_template_path, check the row's chat_template_kwargs, or set assistant_only_loss=False."
                 )
             spans.append((start, self._after_stop_token(text, start, end)))
         return spans
@@ -194,12 +189,22 @@ class ChatTemplate:
             return None, None
         return (len(head) if text.startswith(head) else None), (len(text) - len(tail) if text.endswith(tail) else None)
 
-    def _end_by_content(self, messages, turn, text, upto, content_end, rendered) -> int | None:
+    def _start_by_content(self, messages, turn, text, before, upto, rendered) -> int | None:
+        """The beginning of a turn: that of its content in `text`, and of what stands between `before` and the content in `upto`, if that is there too."""
+        start, _ = self._content_span(messages, turn, text, rendered)
+        if start is None or before is None or upto is None or not upto.startswith(before):
+            return start
+        last_start, _ = self._content_span(messages[: turn + 1], turn, upto, rendered)
+        written = "" if last_start is None else upto[len(before) : last_start]
+        return start - len(written) if text[:start].endswith(written) else start
+
+    def _end_by_content(self, messages, turn, text, upto, rendered) -> int | None:
         """The end of a turn, from the end of its content in `text` and what follows it in `upto`, in which the turn is the last."""
-        if content_end is None:
+        if upto is None:
             return None
+        _, content_end = self._content_span(messages, turn, text, rendered)
         _, last_content_end = self._content_span(messages[: turn + 1], turn, upto, rendered)
-        if last_content_end is None:
+        if content_end is None or last_content_end is None:
             return None
         end = content_end
         here, last = self._pieces(text[content_end:]), self._pieces(upto[last_content_end:])

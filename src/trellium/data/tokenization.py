@@ -52,9 +52,9 @@ class Fate(enum.IntEnum):
 
 
 FATE_REASONS = {
-    Fate.TOO_SHORT: "has fewer than two tokens, so there is nothing to predict",
-    Fate.ALL_MASKED: "has no token that is trained: all of them are masked",
-    Fate.TRUNCATED_AWAY: "has its trained tokens beyond max_length",
+    Fate.TOO_SHORT: "fewer than two tokens, so nothing to predict",
+    Fate.ALL_MASKED: "every token masked",
+    Fate.TRUNCATED_AWAY: "all trained tokens beyond max_length",
 }
 
 
@@ -112,11 +112,11 @@ class TokenizeRows:
         if self.streaming:
             if not columns["input_ids"] and indices and indices[0] == 0:
                 raise DatasetError(
-                    f"{self.name}: not one of the first {len(rows)} rows has a token to train. The first, {places[0]}, "
+                    f"{self.name}: not one of the first {len(rows)} rows has a token to train. The first, {places[0]}, has "
                     f"{FATE_REASONS[self._finish(encoded[0].input_ids, encoded[0].trained)[0]]}. "
                     "Check the masks and the loss options, or raise max_length."
                 )
-            return {key: columns[key] for key in ("input_ids", "labels")}
+            return {"input_ids": columns["input_ids"], "labels": [labels.tolist() for labels in columns["labels"]]}
         return columns
 
     def _finish(self, ids: list[int], trained: np.ndarray) -> tuple[Fate, int, list[int], np.ndarray]:
@@ -159,6 +159,10 @@ class TokenizeRows:
                 and not text.startswith(bos * 2)
             ):
                 ids = ids[1:]
+            if ids[-2:] == [self.eos_token_id] * 2 and not text.endswith(
+                self.tokenizer.convert_ids_to_tokens(ids[-2:])[0] * 2
+            ):
+                ids = ids[:-1]  # the text brought one, and the tokenizer added its own
             ended = bool(ids) and ids[-1] == self.eos_token_id
             if eos and not ended:
                 ids = [*ids, self.eos_token_id]
