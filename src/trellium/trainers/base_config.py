@@ -54,7 +54,7 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
     not_yet: ClassVar[dict[str, NotYet]] = {}
     """Refused options of this config, by name."""
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     logging_steps: float = field(
         default=10,

@@ -74,7 +74,7 @@ class SFTConfig(BaseConfig):
         metadata={"help": "nll, the negative log-likelihood; or dft, each token weighted by its own probability."},
     )
 
-    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
 
     def __post_init__(self) -> None:
         super().__post_init__()
