@@ -248,3 +248,35 @@ def test_a_token_across_a_border_is_inside_and_one_without_width_is_where_it_sta
     assert tokens_in_spans(offsets, [(3, 5)]).tolist() == [False, True, True, True, False]
     assert tokens_in_spans(offsets, []).tolist() == [False] * 5
     assert tokens_in_spans([], [(0, 1)]).dtype == np.bool_
+
+
+def test_a_call_of_a_tool_in_a_turn_that_is_written_differently_when_last_is_found():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '\n' if m.content }}<call>{{ c.function.name }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]},
+        {"role": "tool", "content": "rain"},
+        {"role": "assistant", "content": "It rains."},
+    ]
+    text, _, _, spans = derived(tiny_tokenizer(template), messages)
+    assert [text[a:b] for a, b in spans] == [
+        "<call>look</call><|im_end|>",
+        "<think>\n\n</think>\n\nIt rains.<|im_end|>",
+    ]
+
+
+def test_a_template_that_passes_over_strings_is_given_blocks_of_text():
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% for block in m.content %}{% if block.type == 'text' %}{{ block.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}]
+    text, _, _, spans = derived(tiny_tokenizer(template), messages)
+    assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nthere<|im_end|>\n"
+    assert [text[a:b] for a, b in spans] == ["there<|im_end|>"]

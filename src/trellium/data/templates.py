@@ -10,7 +10,7 @@ rendering it again on parts of the conversation and comparing; no template is kn
   learned, the line break that the template writes after it is not, because generation stops before it.
 - Where a rendering is not a prefix of the whole (templates that rewrite history, as Qwen3's does with old reasoning), the message's content
   is replaced by two characters that no text holds, and the change shows where the content lies; the end-of-turn is then what follows it
-  both in the whole and when the turn is the last.
+  both in the whole and when the turn is the last. A turn that is a call of a tool is found by what is written of it when it is the last.
 
 If neither shows the place, the template cannot be handled, and an error names the row. A token that reaches over the border of a turn
 counts as inside, as it does for transformers' own mask.
@@ -70,6 +70,15 @@ class ChatTemplate:
         self._special_pattern = (
             re.compile("(" + "|".join(map(re.escape, self.special_tokens)) + ")") if special else None
         )
+        self._wants_blocks = False
+        self._wants_blocks = not self._writes(_SENTINEL) and self._writes([{"type": "text", "text": _SENTINEL}])
+
+    def _writes(self, content: object) -> bool:
+        """Whether the template writes a content of this form. Those of models with images may pass over a string in silence, and want blocks."""
+        try:
+            return _SENTINEL in self.render([{"role": "user", "content": content}], where="")
+        except DatasetError:
+            return False
 
     def render(
         self,
@@ -95,7 +104,7 @@ class ChatTemplate:
         """
         try:
             return self.tokenizer.apply_chat_template(
-                messages,
+                self._as_wanted(messages),
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -109,6 +118,11 @@ class ChatTemplate:
                 "Change the row to what the template expects, or set another template with chat_template_path."
             ) from error
 
+    def _as_wanted(self, messages: list[Message]) -> list[Message]:
+        if not self._wants_blocks:
+            return messages
+        return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+
     def encode_marked(
         self,
         messages: list[Message],
@@ -120,7 +134,12 @@ class ChatTemplate:
         """The tokens of a conversation and, by the template's own `{% generation %}` marks, `[n]` bool of what the assistant wrote."""
         self.render(messages, where=where, tools=tools, options=options)  # the error with the row, if there is one
         encoded = self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **(options or {})
+            self._as_wanted(messages),
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **(options or {}),
         )
         return list(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], dtype=bool)
 
@@ -168,6 +187,8 @@ class ChatTemplate:
                 end = len(upto)
             else:
                 end = self._end_by_content(messages, turn, text, upto, rendered)
+                if end is None and None not in (start, before, upto):
+                    end = self._end_by_last_turn(message, text, start, before, upto)
 
             if start is None or end is None or not floor <= start <= end:
                 raise DatasetError(
@@ -217,6 +238,17 @@ class ChatTemplate:
             break
         return end
 
+    def _end_by_last_turn(self, message, text, start, before, upto) -> int | None:
+        """The end of a turn from what the template writes of it, after `before`, when it is the last: `text` must go on at `start` with all of
+        that but a beginning, and this must hold what the message says. So it is where a template writes an empty `<think>` block into the last turn only.
+        """
+        if not upto.startswith(before):
+            return None
+        turn = upto[len(before) :]
+        shared = next((turn[cut:] for cut in range(len(turn)) if text.startswith(turn[cut:], start)), "")
+        said = [message["content"].strip(), *_tool_names(message)]
+        return start + len(shared) if shared and any(said) and all(word in shared for word in said) else None
+
     def _pieces(self, text: str) -> list[str]:
         """`text` cut at special tokens, which are pieces of their own."""
         return [piece for piece in self._special_pattern.split(text) if piece] if self._special_pattern else [text]
@@ -225,6 +257,11 @@ class ChatTemplate:
         """`end`, or the place after the turn's last special token if only white space follows it."""
         written = text[start:end].rstrip()
         return start + len(written) if written.endswith(self.special_tokens) else end
+
+
+def _tool_names(message: Message) -> list[str]:
+    calls = [call for call in message.get("tool_calls", []) if isinstance(call, dict)]
+    return [str(call.get("function", call).get("name", "")) for call in calls]
 
 
 def _common_prefix(a: Sequence, b: Sequence) -> int:

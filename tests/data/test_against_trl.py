@@ -1,0 +1,113 @@
+"""What TRL 1.16 makes of a dataset, we make of it: tokens and labels of its trainer, and the masks of the templates it brings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from tests.tiny_tokenizer import CHATML, CHATML_MARKED, tiny_tokenizer
+from trellium.data.prepare import prepare_dataset
+from trellium.data.templates import ChatTemplate, tokens_in_spans
+
+pytestmark = pytest.mark.peers
+
+USER, ANSWER = {"role": "user", "content": "hi there"}, {"role": "assistant", "content": "hello"}
+ROWS = {
+    "text": [{"text": "hello there, how are you " * 10}, {"text": "short"}],
+    "prompt-completion": [
+        {"prompt": "def function(self):", "completion": " return name"},
+        {"prompt": "value", "completion": " of it"},
+    ],
+    "messages": [{"messages": [USER, ANSWER, USER, ANSWER]}, {"messages": [USER, ANSWER]}],
+    "conversational prompt-completion": [{"prompt": [USER], "completion": [ANSWER]}],
+    "tokens": [{"input_ids": [20, 21, 22, 23], "assistant_masks": [0, 1, 1, 0]}],
+}
+
+
+@pytest.mark.parametrize("max_length", [None, 40])
+@pytest.mark.parametrize("kind", ROWS)
+def test_tokens_and_labels_are_those_of_trls_trainer(kind, max_length, tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = tiny_tokenizer(CHATML)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=max_length)
+    theirs = SFTTrainer(
+        model, config, train_dataset=Dataset.from_list(ROWS[kind]), processing_class=tokenizer
+    ).train_dataset
+    ours = prepare_dataset(Dataset.from_list(ROWS[kind]), tokenizer, max_length=max_length)
+    assert len(ours) == len(theirs)
+    for mine, their in zip(ours, theirs, strict=True):
+        assert mine["input_ids"] == list(their["input_ids"])
+        # The first token is predicted by nothing; TRL leaves its label standing and never reads it.
+        assert mine["labels"][1:] == list(their["labels"])[1:]
+
+
+def test_an_assistants_mask_is_trls_but_for_the_line_break_after_the_end_of_turn(tmp_path):
+    rows = [{"messages": [USER, ANSWER, USER, ANSWER]}]
+    tokenizer = tiny_tokenizer(CHATML_MARKED)
+    theirs = tokenizer.apply_chat_template(
+        rows[0]["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    [ours] = prepare_dataset(Dataset.from_list(rows), tiny_tokenizer(CHATML), max_length=None, assistant_only_loss=True)
+    assert [int(label != -100) for label in ours["labels"]] == theirs["assistant_masks"]
+
+
+def _templates():
+    trl = pytest.importorskip("trl")
+    return sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+
+
+def test_of_the_stock_templates_that_trl_brings_every_assistants_turn_is_found():
+    """With the template as it is; of those for which TRL has a second, marked one, every turn lies within what that marks."""
+    messages = [
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": "I am fine"},
+        {"role": "user", "content": "and you?"},
+        {"role": "assistant", "content": "very well"},
+    ]
+    compared = found = 0
+    for path in _templates():
+        if path.stem.endswith("_training"):
+            continue
+        template = path.read_text()
+        tokenizer = tiny_tokenizer(template)
+        written = {
+            token
+            for token in re.findall(r"<[|｜]?[A-Za-z_▁]+[|｜]?>", template)
+            if "|" in token or "｜" in token or "turn" in token
+        }
+        tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": sorted(written)})
+        chat = ChatTemplate(tokenizer)
+        text = chat.render(messages, where=path.stem)
+        spans = chat.assistant_spans(messages, text, where=path.stem)
+        turns = [text[start:end] for start, end in spans]
+        assert ["I am fine" in turns[0], "very well" in turns[1]] == [True, True], path.stem
+        assert not any(question in turn for turn in turns for question in ("hello", "you?")), path.stem
+        found += 1
+
+        marked = path.with_name(f"{path.stem}_training.jinja")
+        if not marked.exists():
+            continue
+        theirs = tokenizer.apply_chat_template(
+            chat._as_wanted(messages),
+            chat_template=marked.read_text(),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if theirs["input_ids"] == encoded["input_ids"]:
+            mine = tokens_in_spans(encoded["offset_mapping"], spans)
+            assert all(their for m, their in zip(mine, theirs["assistant_masks"], strict=True) if m), path.stem
+            compared += 1
+    assert found >= 35
+    assert compared >= 20
