@@ -78,6 +78,7 @@ def test_a_target_alone_chooses_an_instance_of_that_target():
         ({"NEURON_RT_NUM_CORES": "5"}, "not available - Requested:5 Available:4"),
         ({"NEURON_RT_NUM_CORES": "0"}, "from 1 to 4"),
         ({"NEURON_RT_NUM_CORES": "many"}, "'many'"),
+        ({"NEURON_LOGICAL_NC_CONFIG": "1", "TRELLIUM_NEURON_INSTANCE": "trn2.48xlarge"}, "128 logical cores.*127"),
         ({"NEURON_RT_VISIBLE_CORES": "2-4"}, "Requested:2-4 Available:4"),
         ({"NEURON_RT_VISIBLE_CORES": "3-1"}, "backwards"),
         ({"NEURON_RT_VISIBLE_CORES": "0,1,1"}, "core 1 is named twice"),

@@ -21,6 +21,9 @@ GIB = 1024**3
 
 DEFAULT_INSTANCE = "trn2.3xlarge"
 
+# torch counts the devices of a process in a signed byte.
+MAX_DEVICES = 127
+
 
 class InstanceError(ValueError):
     """The environment asks for a machine, or for cores, that cannot be."""
@@ -176,7 +179,7 @@ def current_instance(environ: Mapping[str, str] | None = None) -> Instance:
 
     Raises:
         InstanceError: an unknown name, a value that is no number, a logical core size the chip has not, a target that is not the
-            instance's, or more cores than there are. The text names the variable, what it held, and what it may hold.
+            instance's, more cores than there are, or more than torch can number. The text names the variable, what it held, and what it may hold.
     """
     environ = os.environ if environ is None else environ
     kind = _instance_type(environ)
@@ -251,6 +254,11 @@ def _visible_cores(environ: Mapping[str, str], available: int) -> tuple[int, ...
         return parse_core_list(visible, available)
     count = _value(environ, "NEURON_RT_NUM_CORES")
     if count is None:
+        if available > MAX_DEVICES:
+            raise InstanceError(
+                f"The machine has {available} logical cores, and torch can number {MAX_DEVICES} devices in one process at most. "
+                'Choose some with NEURON_RT_VISIBLE_CORES="0-63".'
+            )
         return tuple(range(available))
     if not count.isdecimal() or int(count) == 0:
         raise InstanceError(f"NEURON_RT_NUM_CORES is {count!r}; it must be a whole number from 1 to {available}.")
