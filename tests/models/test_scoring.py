@@ -314,3 +314,20 @@ def test_scoring_is_one_graph():
     torch.testing.assert_close(loss, loss_of(model(**batch), batch))
     loss.backward()
     assert model.lm_head.weight.grad.any()
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator, not even an emulated one")
+def test_on_the_accelerator_scores_and_gradients_are_the_cpu_s():
+    device = torch.accelerator.current_accelerator()
+    model, batch = install_scores(tiny_model("qwen3_moe")), batch_of(rows())
+    moved = copy.deepcopy(model).to(device)
+    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+    outputs = ("logprob", "entropy", "top1")
+    scores, moved_scores = model(**batch, score_outputs=outputs), moved(**on_device, score_outputs=outputs)
+    assert moved_scores.logprob.device.type == device.type
+    torch.testing.assert_close(moved_scores.logprob.cpu(), scores.logprob)
+    torch.testing.assert_close(moved_scores.entropy.cpu(), scores.entropy)
+    assert moved_scores.top1.cpu().equal(scores.top1)
+    loss_of(scores, batch).backward()
+    loss_of(moved_scores, on_device).backward()
+    assert_same_gradients(moved.cpu(), model, 1e-5)
