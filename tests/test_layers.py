@@ -14,6 +14,7 @@ PACKAGE = SOURCE / "trellium"
 LEFT = {"errors", "capabilities"}
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),  # names are loaded when first used
+    "__main__": {"cli"},
     "errors": set(),
     "capabilities": {"errors"},
     "neuron": set(),
