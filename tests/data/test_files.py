@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -246,3 +248,28 @@ def test_a_split_of_the_bundled_dataset_that_is_not_there_is_refused():
         == "python-docs: there is no split 'dev'. It has 'train', 'test': choose one of these."
     )
     assert available_splits("python-docs") == ("train", "test")
+
+
+def test_odd_characters_and_indentation_survive(tmp_path):
+    odd = "a\u2028b\u0085c"
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": odd}], ensure_ascii=False), encoding="utf-8")
+    assert load_dataset_from(path)["text"][:] == [odd]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\ufeff" + json.dumps({"text": odd}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert load_dataset_from(path)["text"][:] == [odd]
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"def f():\r\n    return 1\r\n")
+    assert load_dataset_from(path)["text"][:] == ["def f():", "    return 1"]
+    path = write(tmp_path / "a.csv", "text", "x" * 200_000)
+    assert load_dataset_from(path)["text"][:] == ["x" * 200_000]
+
+
+def test_reading_data_imports_neither_torch_nor_transformers():
+    names = ", ".join(
+        f"trellium.data.{name}"
+        for name in ("cache", "files", "prepare", "python_docs", "rows", "templates", "tokenization")
+    )
+    code = f"import sys, {names}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -31,6 +31,7 @@ from datasets import (
     load_from_disk,
 )
 from datasets.arrow_writer import ArrowWriter
+from datasets.exceptions import DatasetsError
 
 from trellium.data.cache import cached_folder
 from trellium.data.python_docs import PYTHON_DOCS, python_docs
@@ -141,7 +142,7 @@ def _load_from_hub(
         )
     try:
         return load_dataset(name, config, split=split, streaming=streaming)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DatasetError(
             f"{name}: there is no such file or folder here, and the Hugging Face Hub did not give it as a dataset with the split {split!r}: "
             f"{type(error).__name__}: {error} Check the name and the split, or give a file."
@@ -241,12 +242,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:
                 raise DatasetError(
                     f"{path}:{number}: not UTF-8: byte {raw[error.start]:#04x} at column {error.start + 1}. Save the file as UTF-8."
                 ) from None
-            if line:
+            if line.strip():
                 yield number, line
 
 
@@ -281,14 +282,15 @@ def _as_row(row: Any, where: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Iterator[_Row]:
-    text = "\n".join(path.read_text(encoding="utf-8-sig", errors="strict").splitlines()) if _is_utf8(path) else ""
+    _check_utf8(path)
+    text = path.read_text(encoding="utf-8-sig")
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object a line, under a name that is as usual
             yield from _read_json_lines(path)
             return
-        line = text.splitlines()[error.lineno - 1] if text.strip() else ""
+        line = text.split("\n")[error.lineno - 1]
         raise DatasetError(
             f"{path}:{error.lineno}: not valid JSON, {error.msg} at column {error.colno}: {line[max(0, error.colno - 41) : error.colno + 40]}. "
             "A .json file holds a list of objects, or one object a line."
@@ -303,14 +305,14 @@ def _read_json(path: Path) -> Iterator[_Row]:
         yield where, _as_row(row, where)
 
 
-def _is_utf8(path: Path) -> bool:
-    for _ in _lines(path):  # raises with the line if it is not
+def _check_utf8(path: Path) -> None:
+    for _ in _lines(path):  # raises with the line, which a decoder of the whole file does not know
         pass
-    return True
 
 
 def _read_csv(path: Path) -> Iterator[_Row]:
-    _is_utf8(path)
+    _check_utf8(path)
+    csv.field_size_limit(2**31 - 1)  # its own limit of 128 KiB is less than a long document
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file)
         header = next(reader, [])

@@ -15,7 +15,7 @@ rendering it again on parts of the conversation and comparing; no template is kn
 If neither shows the place, the template cannot be handled, and an error names the row. A token that reaches over the border of a turn
 counts as inside, as it does for transformers' own mask.
 
-Cost: two more renderings an assistant turn, about 50 µs each, and no more tokenization.
+Cost: two more renderings an assistant turn, about 70 µs each, and no more tokenization.
 """
 
 from __future__ import annotations
