@@ -1,4 +1,6 @@
 import dataclasses
+import functools
+import inspect
 import json
 import os
 import subprocess
@@ -74,6 +76,43 @@ def test_a_plain_function_and_a_module_of_torch_have_their_own_names():
         "test_a_plain_function_and_a_module_of_torch_have_their_own_names.double",
         "Linear.forward",
     ]
+
+
+def test_a_decorated_forward_is_named_as_the_model_names_it():
+    def decorated(forward):
+        @functools.wraps(forward)
+        def wrapper(*args, **kwargs):
+            return forward(*args, **kwargs)
+
+        return wrapper
+
+    class Model(nn.Module):
+        @decorated
+        @decorated
+        def forward(self, hidden, mask=None, **extra):
+            return hidden + mask["full"] + extra["caches"][0].keys
+
+    @dataclasses.dataclass
+    class Cache:
+        keys: torch.Tensor
+
+    class Opaque:
+        def __init__(self, keys):
+            self.keys = keys
+
+    with ledger.watch() as new:
+        for cache in (Cache(torch.ones(1, 3)), Opaque(torch.ones(1, 3))):
+            compiled(Model())(torch.ones(2, 3), mask={"full": torch.ones(3)}, caches=[cache])
+    for graph in new:
+        assert graph.name == "Model.forward[hidden 2x3, mask['full'] 3, caches[0].keys 1x3]"
+        assert graph.frame == f"{HERE}:{inspect.unwrap(Model.forward).__code__.co_firstlineno}"
+    assert new[1].changes == ()
+
+
+def test_the_items_of_positional_arguments_have_their_parameters_names():
+    with ledger.watch() as new:
+        compiled(nn.Linear(3, 2))(torch.ones(5, 3))
+    assert new[0].name == "Linear.forward[input 5x3]"
 
 
 def test_the_argument_whose_size_is_new_is_named_against_the_nearest_graph():
@@ -237,6 +276,15 @@ def test_a_frame_that_dynamo_cannot_compile_is_on_record():
 
 def failing_backend(graph, inputs):
     raise ValueError("no such device")
+
+
+def test_an_interrupted_compilation_is_on_record():
+    def interrupted(graph, inputs):
+        raise KeyboardInterrupt
+
+    with ledger.watch() as new, pytest.raises(KeyboardInterrupt):
+        compiled(lambda x: x + 1, backend=interrupted)(torch.ones(3))
+    assert [graph.failure for graph in new] == ["KeyboardInterrupt"]
 
 
 def test_a_backend_that_fails_is_on_record():

@@ -26,11 +26,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+from trellium.monitor.frame_inputs import Input, Subject, inputs_of_arguments, subject_of, with_graph_inputs
 
 #: What `install` relies on, parameter by parameter. A torch that differs is refused.
 KNOWN_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -52,22 +51,7 @@ _METRIC_OF = {
     "fx_hits": ("inductor_fx_local_cache_hit_count", "inductor_fx_remote_cache_hit_count"),
     "fx_misses": ("inductor_fx_local_cache_miss_count", "inductor_fx_remote_cache_miss_count"),
 }
-_DEEPEST = 6
 _HERE = os.path.abspath(__file__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Input:
-    """One tensor a frame was called with: `batch['input_ids']`, its sizes, its dtype, and which dimensions are symbolic."""
-
-    argument: str
-    shape: tuple[int, ...]
-    dtype: str
-    dynamic: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        sizes = "x".join(f"{size}*" if i in self.dynamic else str(size) for i, size in enumerate(self.shape))
-        return f"{self.argument} {sizes or 'scalar'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +64,9 @@ class CacheCounts:
     fx_misses: int = 0
 
 
+_NOBODY = Subject("", "")
+
+
 @dataclasses.dataclass
 class Attempt:
     """What torch did for one frame, or for one backward graph; filled while it happens, given to the observer when it is over."""
@@ -88,11 +75,9 @@ class Attempt:
     wall_time: float
     started: float
     compile_id: str
-    name: str = ""
-    frame: str = ""
+    subject: Subject = _NOBODY
     caller: str | None = None
     backend: str = ""
-    keywords: str | None = None  # what the frame calls its `**kwargs`
     inputs: tuple[Input, ...] = ()
     inputs_complete: bool = False  # False: only what stands in the frame's arguments, the graph was never seen
     seconds: float = 0.0
@@ -224,11 +209,10 @@ def _observed_frame(compile_frame: Any, observer: Observer) -> Any:
         kwargs["skip"] = given.get("skip", 0) + 1  # this frame is not one of the user's
         code, values = given["code"], given["locals"]
         attempt = Attempt("frame", time.time(), time.perf_counter(), str(given["compile_id"]))
-        attempt.name, attempt.frame = _name_of_frame(code, values)
+        attempt.subject = subject_of(code, values)
         attempt.caller = _caller()
         attempt.backend = _backend_name(given["compiler_fn"])
-        attempt.keywords = _keywords_name(code)
-        attempt.inputs = tuple(_inputs_of_arguments(code, values))
+        attempt.inputs = inputs_of_arguments(attempt.subject, code, values)
         attempt.grad_enabled = torch.is_grad_enabled()
         compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
         attempt.in_compiled_autograd = bool(getattr(compiled_autograd, "in_compiled_autograd_region", False))
@@ -244,7 +228,7 @@ def _observed_frame(compile_frame: Any, observer: Observer) -> Any:
             if result.guarded_code is None:
                 attempt.compiled = False
             return result
-        except Exception as error:
+        except BaseException as error:  # an interrupted compilation is on record as well
             attempt.compiled = False
             box = given.get("convert_frame_box")
             may_continue = not given["one_graph"] and not (box is not None and box.error_on_graph_break)
@@ -276,7 +260,7 @@ def _observed_backend_call(call_user_compiler: Any, observer: Observer) -> Any:
         if attempt is None or attempt.what != "frame":  # an export
             return call_user_compiler(self, gm, example_inputs)
         attempt.context = CompileContext.try_get()
-        attempt.inputs = _with_graph_inputs(attempt.inputs, gm, attempt.keywords)
+        attempt.inputs = with_graph_inputs(attempt.inputs, attempt.subject, gm)
         attempt.inputs_complete = True
         wants_gradient = attempt.grad_enabled and any(
             getattr(value, "requires_grad", False) for value in example_inputs
@@ -321,7 +305,7 @@ def _observed_backward(get_or_compile: Any, observer: Observer) -> Any:
             compiled = get_or_compile(self, saved_tensors_use_once=saved_tensors_use_once)
             attempt.compiled = True
             return compiled
-        except Exception as error:
+        except BaseException as error:  # an interrupted compilation is on record as well
             attempt.failure = _first_lines(error)
             raise
         finally:
@@ -370,29 +354,6 @@ def _backend_name(compiler: Any) -> str:
     return getattr(inner, "compiler_name", None) or getattr(inner, "__name__", None) or type(inner).__name__
 
 
-def _name_of_frame(code: Any, values: Mapping[str, Any]) -> tuple[str, str]:
-    """`Qwen3ForCausalLM.forward` and `modeling_qwen3.py:412`: the module's class where there is a module, else the function."""
-    import torch
-
-    name = code.co_qualname.replace("<locals>.", "")
-    where = code
-    first = next(iter(_argument_names(code)), None)
-    owner = values.get(first) if first else None
-    if name == "wrap_inline.inner" and "fn" in values:
-        # torch's wrapper around a module of torch's own: name what it wraps.
-        owner = getattr(values["fn"], "__self__", values["fn"])
-        where = getattr(type(owner).forward, "__code__", code) if isinstance(owner, torch.nn.Module) else code
-        name = where.co_qualname
-    if isinstance(owner, torch.nn.Module):
-        name = f"{type(owner).__name__}.{where.co_name}"
-    line = where.co_firstlineno
-    head, resumed, at = name.partition("torch_dynamo_resume_in_")
-    if resumed:
-        function, _, number = at.rpartition("_at_")
-        name, line = f"{head}{function}@{number}", int(number) if number.isdigit() else line
-    return name, f"{where.co_filename}:{line}"
-
-
 def _caller() -> str | None:
     """The nearest line of the stack that is neither torch's nor this file's."""
     import torch
@@ -408,90 +369,8 @@ def _caller() -> str | None:
 
 
 def _first_lines(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_one_line(str(error))}"
+    return f"{type(error).__name__}: {_one_line(str(error))}".removesuffix(": ")
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split("\n\n")[0].split())[:300]
-
-
-# What a frame was called with
-
-
-def _argument_names(code: Any) -> Iterator[str]:
-    count = code.co_argcount + code.co_kwonlyargcount
-    count += bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    return (name for name in code.co_varnames[:count] if not name.startswith("__nested_"))
-
-
-def _keywords_name(code: Any) -> str | None:
-    """What the frame calls its `**kwargs`."""
-    return list(_argument_names(code))[-1] if code.co_flags & inspect.CO_VARKEYWORDS else None
-
-
-def _inputs_of_arguments(code: Any, values: Mapping[str, Any]) -> Iterator[Input]:
-    keywords = _keywords_name(code)
-    for name in _argument_names(code):
-        yield from _tensors(name, values.get(name), spread=name == keywords)
-
-
-def _tensors(name: str, value: Any, *, spread: bool = False, depth: int = 0) -> Iterator[Input]:
-    """Tensors in `value` and in dicts, lists, tuples and dataclasses below it; `spread` names `**kwargs` by their own names."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, torch.nn.Parameter):
-            yield _input(name, value)
-    elif depth >= _DEEPEST:
-        return
-    elif isinstance(value, dict):
-        for key, item in dict.items(value):
-            yield from _tensors(str(key) if spread else f"{name}[{key!r}]", item, depth=depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _tensors(f"{name}[{index}]", item, depth=depth + 1)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(f"{name}.{field.name}", getattr(value, field.name, None), depth=depth + 1)
-
-
-def _input(name: str, tensor: torch.Tensor) -> Input:
-    sizes = tuple(tensor.shape)
-    dynamic = tuple(i for i, size in enumerate(sizes) if not isinstance(size, int))
-    shape = tuple(size if isinstance(size, int) else size.node.hint for size in sizes)
-    return Input(name, shape, str(tensor.dtype).removeprefix("torch."), dynamic)
-
-
-def _with_graph_inputs(arguments: tuple[Input, ...], gm: Any, keywords: str | None) -> tuple[Input, ...]:
-    """The arguments, with symbolic dimensions marked, then what the graph reads besides (globals, caches; no weights, no buffers)."""
-    import torch
-
-    found = {known.argument: known for known in arguments}
-    for node in gm.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        value, graph_argument = node.meta.get("example_value"), node.meta.get("grapharg")
-        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or graph_argument is None:
-            continue
-        source = graph_argument.source.name
-        if "._buffers[" in source or "._parameters[" in source:
-            continue
-        name = _argument_of_source(source, keywords)
-        if name in found:
-            known = found[name]
-            found[name] = dataclasses.replace(known, dynamic=_input(name, value).dynamic)
-        else:
-            found[name] = _input(name, value)
-    return tuple(found.values())
-
-
-def _argument_of_source(source: str, keywords: str | None) -> str:
-    """`L['batch']['ids']` is `batch['ids']`; an item of `**kwargs` is its own name; a global is `global name`."""
-    if source.startswith("G['"):
-        return "global " + source[3:].replace("']", "", 1)
-    if source.startswith("L['"):
-        name, _, rest = source[3:].partition("']")
-        if name == keywords and rest.startswith("['") and rest.endswith("']"):
-            return rest[2:-2]
-        return name + rest
-    return source

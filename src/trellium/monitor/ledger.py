@@ -41,7 +41,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from trellium.monitor.dynamo_hooks import Attempt, CacheCounts, Input, install, install_when_dynamo_is_imported
+from trellium.monitor.dynamo_hooks import Attempt, CacheCounts, install, install_when_dynamo_is_imported
+from trellium.monitor.frame_inputs import Input, Subject
 
 __all__ = [
     "CacheCounts",
@@ -66,7 +67,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_NAMED_INPUTS = 4
+_NAMED_AT_MOST = 4
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,12 @@ class Change:
         if self.new is None:
             return f"{self.argument}: was {self.old}, is not there"
         return f"{self.argument}: was {self.old}, is {self.new}"
+
+
+def described(changes: tuple[Change, ...]) -> str:
+    """Changes in a line, the first few of many."""
+    more = len(changes) - _NAMED_AT_MOST
+    return "; ".join([*map(str, changes[:_NAMED_AT_MOST]), *([f"and {more} more"] if more > 0 else [])])
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,7 @@ class Compilation:
 
     def __str__(self) -> str:
         outcome = f"failed ({self.failure})" if self.failure else self.warmth
-        reason = "; ".join(map(str, self.changes)) or self.recompile_reason
+        reason = described(self.changes) or self.recompile_reason
         return f"{self.name}: {self.kind}, {outcome}, {self.seconds:.1f} s" + (f"; {reason}" if reason else "")
 
 
@@ -160,7 +167,7 @@ class EagerFrame:
 
     def __str__(self) -> str:
         cause = f"{self.cause} ({self.limit})" if self.limit is not None else self.cause
-        reason = "; ".join(map(str, self.changes)) or self.reason
+        reason = described(self.changes) or self.reason
         return f"{self.name} ({self.frame}) runs eagerly: {cause}; {reason}"
 
 
@@ -274,9 +281,10 @@ class Ledger:
     def _append_backward(self, attempt: Attempt, warmth: Any = None) -> None:
         forward = self._forward_of.get(attempt.context) if attempt.context is not None else None
         if forward is None:  # its forward was compiled before the ledger was armed
-            attempt.name = attempt.frame = f"unknown frame {attempt.compile_id}".strip()
+            unknown = f"unknown frame {attempt.compile_id}".strip()
+            attempt.subject = Subject(unknown, unknown)
         else:
-            attempt.name, attempt.frame, attempt.backend = forward.name, forward.frame, forward.backend
+            attempt.subject, attempt.backend = Subject(forward.name, forward.frame), forward.backend
             attempt.inputs, attempt.recompile_reason = forward.inputs, forward.recompile_reason
         self._append(
             attempt,
@@ -295,8 +303,8 @@ class Ledger:
             seconds=attempt.seconds,
             backend_seconds=attempt.backend_seconds,
             kind=kind,
-            name=attempt.name if forward is not None else attempt.name + _bracketed(attempt.inputs),
-            frame=attempt.frame,
+            name=attempt.subject.name if forward is not None else attempt.subject.name + _bracketed(attempt.inputs),
+            frame=attempt.subject.location,
             caller=attempt.caller,
             inputs=attempt.inputs,
             changes=changes,
@@ -322,8 +330,8 @@ class Ledger:
         return EagerFrame(
             wall_time=attempt.wall_time,
             started=attempt.started,
-            name=attempt.name + _bracketed(attempt.inputs),
-            frame=attempt.frame,
+            name=attempt.subject.name + _bracketed(attempt.inputs),
+            frame=attempt.subject.location,
             caller=attempt.caller,
             inputs=attempt.inputs,
             changes=_nearest(attempt, self._records)[1],
@@ -410,11 +418,11 @@ class Ledger:
             lines.append(
                 f"{compilation.number:>4} {compilation.seconds:>8.2f} {outcome:8} {compilation.kind:9} {compilation.name}"
             )
-            why = [compilation.failure] if compilation.failure else [*map(str, compilation.changes)]
-            if not why and compilation.recompile_reason:
-                why = [compilation.recompile_reason]
-            if compilation.kind != "backward":
-                lines += [f"{'':32} {line}" for line in why if line]
+            why = compilation.failure
+            if why is None and compilation.forward is None:
+                why = described(compilation.changes) or compilation.recompile_reason
+            if why:
+                lines.append(f"{'':32} {why}")
         lines += map(str, self.eager_frames()[mark.eager_frames :])
         total = self.summary(mark)
         lines.append(
@@ -436,8 +444,8 @@ def _warmth(cache: CacheCounts, *, with_aot: bool) -> Literal["cold", "partly", 
 
 def _bracketed(inputs: Iterable[Input]) -> str:
     shown = [*map(str, inputs)]
-    more = len(shown) - _NAMED_INPUTS
-    return "[" + ", ".join(shown[:_NAMED_INPUTS]) + (f", +{more} more" if more > 0 else "") + "]" if shown else ""
+    more = len(shown) - _NAMED_AT_MOST
+    return "[" + ", ".join(shown[:_NAMED_AT_MOST]) + (f", +{more} more" if more > 0 else "") + "]" if shown else ""
 
 
 def _nearest(attempt: Attempt, records: Sequence[Compilation]) -> tuple[int | None, tuple[Change, ...]]:
@@ -445,7 +453,11 @@ def _nearest(attempt: Attempt, records: Sequence[Compilation]) -> tuple[int | No
     best: tuple[tuple[int, float, int], Compilation, tuple[Change, ...]] | None = None
     dynamo_frame, _, newer = attempt.compile_id.rpartition("/")
     for known in reversed(records):
-        if known.frame != attempt.frame or known.forward is not None or known.name.partition("[")[0] != attempt.name:
+        if (
+            known.frame != attempt.subject.location
+            or known.forward is not None
+            or known.name.partition("[")[0] != attempt.subject.name
+        ):
             continue
         known_frame, _, recompilation = known.compile_id.rpartition("/")
         if known_frame != dynamo_frame:
@@ -455,7 +467,8 @@ def _nearest(attempt: Attempt, records: Sequence[Compilation]) -> tuple[int | No
         newer = recompilation
         if known.failure is not None:
             continue
-        changes = tuple(_differences(known.inputs, attempt.inputs, ignore_missing=not attempt.inputs_complete))
+        found = _differences(known.inputs, attempt.inputs, ignore_missing=not attempt.inputs_complete)
+        changes = tuple(sorted(found, key=lambda change: change.dimension is None))  # new sizes first
         distance = (len(changes), sum(map(_size_of, changes)), -known.number)
         if best is None or distance < best[0]:
             best = (distance, known, changes)
