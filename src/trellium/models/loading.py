@@ -65,7 +65,7 @@ def _resolve(name_or_path: str | os.PathLike | None, *, weights: bool = True) ->
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "~", os.sep)) or name.count("/") != 1 or (os.sep != "/" and os.sep in name)
+    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
 
 
 def _check_folder(folder: Path, *, weights: bool) -> None:

@@ -166,7 +166,8 @@ class BaseTrainer(Trainer):
             raise ConfigError(
                 "the model does not say where it came from, so its tokenizer is not known. Give it as processing_class."
             )
-        return load_tokenizer(name or None, trust_remote_code=args.trust_remote_code)
+        options = {key: value for key, value in (args.model_init_kwargs or {}).items() if key in ("revision", "token")}
+        return load_tokenizer(name or None, trust_remote_code=args.trust_remote_code, **options)
 
     @staticmethod
     def _check_iterable(dataset: Any, args: BaseConfig) -> None:
