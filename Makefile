@@ -9,7 +9,8 @@
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip --disable-pip-version-check install --quiet
+# Bytecode is compiled when a module is first imported, not for the thousands that never are.
+PIP    := $(PY) -m pip --disable-pip-version-check install --quiet --no-compile
 CSRC   := $(wildcard src/trellium/neuron/csrc/*) setup.py
 # One thread per process: the tests are small, and several OpenMP pools on few cores cost more than they bring.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
