@@ -86,16 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         build_parser().print_help()
         return 0
+    debug = "--debug" in words  # before the command or after it, and whatever the command's own parser makes of it
     chosen = next(known for known in COMMANDS if known.name == args.command)
     try:
         return int(importlib.import_module(chosen.module).run(args) or 0)
     except TrelliumError as error:
-        if args.debug:
+        if debug:
             raise
         print(f"trellium {chosen.name}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        if args.debug:
+        if debug:
             raise
         print(f"\ntrellium {chosen.name}: interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED

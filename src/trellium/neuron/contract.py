@@ -104,6 +104,7 @@ RULES: tuple[Rule, ...] = (
         "cannot stand in a compiled graph",
         "nonzero nonzero_numpy masked_select repeat_interleave.Tensor",
     ),
+    _rule(UNTESTED, "inferred", "nothing public says whether it lowers", "histc"),
     _rule(
         UNTESTED,
         "report",
@@ -143,11 +144,13 @@ class ContractError(RuntimeError):
 class OperatorReport:
     """What was counted of one operator.
 
+    `verdict`: what the table says of it, `DEVICE`, `HOST`, `DATA_DEPENDENT` or `UNTESTED`; single calls may differ (complex numbers).
     `where`: the user's line that first called an operator the host would run or that lost values; empty elsewhere.
     `signatures`: up to eight of the programs it would have compiled.
     """
 
     name: str
+    verdict: int
     calls: int
     host_calls: int = 0
     data_dependent_calls: int = 0
@@ -192,6 +195,11 @@ class ContractReport:
         return tuple(op for op in self.operators if op.data_dependent_calls)
 
     @property
+    def untested(self) -> tuple[OperatorReport, ...]:
+        """Operators counted as the device's of which nothing public says that it runs them."""
+        return tuple(op for op in self.operators if op.verdict == UNTESTED)
+
+    @property
     def lost(self) -> tuple[OperatorReport, ...]:
         """Operators given values that 32 bits do not hold; found only when values are checked."""
         return tuple(op for op in self.operators if op.lost_calls)
@@ -213,6 +221,7 @@ class ContractReport:
         for title, group, count in (
             ("would run on the host", self.host, "host_calls"),
             ("size of the result depends on data", self.data_dependent, "data_dependent_calls"),
+            ("counted as the device's, untested there", self.untested, "calls"),
             ("values that 32 bits do not hold", self.lost, "lost_calls"),
         ):
             lines.append(f"{title}: {len(group) or 'none'}")
@@ -460,6 +469,7 @@ def _operator_report(row: dict) -> OperatorReport:
             reason, evidence = "computed in 32 bits on the device", "report"
     return OperatorReport(
         name=row["name"],
+        verdict=row["verdict"],
         calls=row["calls"],
         host_calls=row["host_calls"],
         data_dependent_calls=row["data_dependent_calls"],
@@ -486,4 +496,6 @@ def _sum(one: OperatorReport, other: OperatorReport) -> OperatorReport:
     )
     values = {name: getattr(one, name) + getattr(other, name) for name in counts}
     text = {name: getattr(one, name) or getattr(other, name) for name in ("reason", "evidence", "where")}
-    return OperatorReport(name=one.name, signatures=one.signatures + other.signatures, **values, **text)
+    return OperatorReport(
+        name=one.name, verdict=one.verdict, signatures=one.signatures + other.signatures, **values, **text
+    )

@@ -97,7 +97,8 @@ State& state() {
   return *it;
 }
 
-thread_local bool inside = false;  // the value check calls operators itself
+// This thread runs operators that are not the user's: those of a value check, or the parts of one that is counted whole.
+thread_local bool inside = false;
 
 constexpr uint64_t mix(uint64_t hash, uint64_t value) {
   hash = (hash ^ value) * 0x9E3779B97F4A7C15ull;
@@ -663,6 +664,24 @@ py::dict snapshot() {
 }
 
 }  // namespace
+
+Whole::Whole(const c10::OperatorHandle& op, std::initializer_list<c10::IValue> arguments) {
+  if (C10_LIKELY(inside || !enabled.load(std::memory_order_relaxed))) {
+    return;
+  }
+  record(op, torch::jit::Stack(arguments));
+  inside = outermost_ = true;
+}
+
+Whole::~Whole() {
+  if (outermost_) {
+    inside = false;
+  }
+}
+
+c10::OperatorHandle operator_named(const char* name, const char* overload) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
+}
 
 void bind(py::module_& m) {
   // A fork while another thread counts must not leave the child a lock that nobody holds the key to.

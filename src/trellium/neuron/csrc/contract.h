@@ -19,6 +19,24 @@ extern std::atomic<bool> enabled;
 // Raises what Python's side of the contract raises, when `strict` is on.
 void record(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
+// For a kernel of the device's own that is made of other operators: while one lives, the operator it stands for is counted, once, and the
+// operators this thread runs inside are not. Costs one load when nothing is recorded.
+//
+//     static const c10::OperatorHandle op = contract::operator_named("aten::native_dropout");
+//     const contract::Whole whole(op, {input, p, train});
+class Whole {
+ public:
+  Whole(const c10::OperatorHandle& op, std::initializer_list<c10::IValue> arguments);
+  ~Whole();
+  Whole(const Whole&) = delete;
+  Whole& operator=(const Whole&) = delete;
+
+ private:
+  bool outermost_ = false;
+};
+
+c10::OperatorHandle operator_named(const char* name, const char* overload = "");
+
 void bind(pybind11::module_& m);
 
 }  // namespace trellium::contract
