@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -178,32 +179,43 @@ def _print(facts: dict[str, Any]) -> None:
     console.print(table)
 
     console.print("\n[bold]Accelerators[/bold]")
-    for accelerator in facts["accelerators"]:
-        memory = accelerator["memory_bytes"]
-        size = "" if memory is None else f", {memory / 1024**3:.0f} GiB"
-        console.print(
-            f"  {accelerator['device']}  {accelerator['name']}{size}" + (", EMULATED" * accelerator["emulated"])
-        )
-    if not facts["accelerators"]:
-        console.print("  none: torch will use the CPU")
+    for line in _accelerator_lines(facts["accelerators"]) or ["none: torch will use the CPU"]:
+        console.print(f"  {line}", soft_wrap=True)
 
     neuron = facts["neuron"]
     console.print("\n[bold]Neuron[/bold]")
-    if neuron["emulated"]:
-        instance = neuron["instance"]
-        console.print(
-            f"  EMULATED by Trellium on this host's CPU and memory, as {instance['instance_type']}: {instance['cores']} cores"
-        )
-        console.print(
-            "  numbers are the CPU's; times are this host's; what would run on a chip is an estimate (docs/device.md)"
-        )
-        console.print(f"  extension: {neuron['extension']}")
-    elif neuron["provider"]:
-        console.print(f"  served by the vendor's {neuron['provider']}; Trellium's emulation stepped aside")
-    else:
-        console.print(f"  not available: {neuron['reason']}")
+    for line in _neuron_lines(neuron):
+        console.print(f"  {line}", soft_wrap=True)
 
     if facts["environment"]:
         console.print("\n[bold]Environment variables that matter here[/bold]")
         for name, value in facts["environment"].items():
-            console.print(f"  {name}={value}", markup=False)
+            console.print(f"  {name}={value}", markup=False, soft_wrap=True)
+
+
+def _accelerator_lines(accelerators: list[dict[str, Any]]) -> list[str]:
+    """One line for each run of devices that differ in their number only."""
+    lines = []
+    for _, run in itertools.groupby(
+        accelerators, key=lambda one: (one["device"].split(":")[0], one["name"], one["memory_bytes"])
+    ):
+        devices = list(run)
+        first, last = devices[0], devices[-1]
+        named = first["device"] if len(devices) == 1 else f"{first['device']} to {last['device']}"
+        size = "" if first["memory_bytes"] is None else f", {first['memory_bytes'] / 1024**3:.0f} GiB"
+        each = " each" if size and len(devices) > 1 else ""
+        lines.append(f"{named}  {first['name']}{size}{each}{', EMULATED' if first['emulated'] else ''}")
+    return lines
+
+
+def _neuron_lines(neuron: dict[str, Any]) -> list[str]:
+    if neuron["emulated"]:
+        instance = neuron["instance"]
+        return [
+            f"EMULATED by Trellium on this host's CPU and memory, as {instance['instance_type']}: {instance['cores']} cores",
+            "numbers are the CPU's; times are this host's; what would run on a chip is an estimate (docs/device.md)",
+            f"extension: {neuron['extension']}",
+        ]
+    if neuron["provider"]:
+        return [f"served by the vendor's {neuron['provider']}; Trellium's emulation stepped aside", neuron["reason"]]
+    return [f"not available: {neuron['reason']}"]

@@ -17,9 +17,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trellium.neuron.contract import strict, track
+    from trellium.neuron.contract import ContractError, report, reset, strict, track
 
-__all__ = ["is_emulated", "load", "strict", "track", "unavailable_reason"]
+__all__ = ["ContractError", "is_emulated", "load", "report", "reset", "strict", "track", "unavailable_reason"]
 
 _NOT_LOADED = (
     "the device was not loaded: TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, or torch was imported before Trellium was installed. "
@@ -58,6 +58,6 @@ def _autoload() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("strict", "track"):
+    if name in ("ContractError", "report", "reset", "strict", "track"):
         return getattr(importlib.import_module("trellium.neuron.contract"), name)
     raise AttributeError(f"module 'trellium.neuron' has no attribute {name!r}")
