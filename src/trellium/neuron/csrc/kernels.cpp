@@ -660,6 +660,8 @@ bool compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from
 
 // CUDA counts integers; the CPU kernel refuses them. Mixture-of-experts models count the tokens of each expert this way.
 at::Tensor count_bins(const at::Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  static const c10::OperatorHandle whole_op = contract::operator_named("aten::histc");
+  const contract::Whole whole(whole_op, {self, bins, min, max});
   if (!c10::isIntegralType(self.scalar_type(), /*includeBool=*/false)) {
     const at::Tensor counted = at::histc(host_alias(self), bins, min, max);
     at::Tensor result = at::empty(counted.sizes(), self.options());
@@ -737,6 +739,8 @@ at::Tensor dropout(const at::Tensor& input, double p, bool train) {
   if (p == 1) {
     return input.mul(at::zeros({}, input.options()));
   }
+  static const c10::OperatorHandle whole_op = contract::operator_named("aten::native_dropout");
+  const contract::Whole whole(whole_op, {input, p, train});
   at::Tensor noise = at::empty_like(input);
   noise.bernoulli_(1 - p);
   noise.div_(1 - p);
@@ -745,6 +749,8 @@ at::Tensor dropout(const at::Tensor& input, double p, bool train) {
 
 // Has no generator argument, so the CPU kernel would draw from the CPU's.
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  static const c10::OperatorHandle whole_op = contract::operator_named("aten::native_dropout");
+  const contract::Whole whole(whole_op, {input, p, train});
   if (input.numel() == 0) {
     return {input, at::empty_like(input, input.options().dtype(at::kBool))};
   }
