@@ -8,11 +8,14 @@ that fails, fails the installation.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import setup
@@ -25,6 +28,15 @@ def cxx_compiler() -> str | None:
     named = os.environ.get("CXX")
     candidates = [named.split()[0]] if named else ["c++", "g++", "clang++"]
     return next((found for name in candidates if (found := shutil.which(name))), None)
+
+
+@contextlib.contextmanager
+def one_build_at_a_time() -> Iterator[None]:
+    """Two installations from one checkout would write the same object files."""
+    Path("build").mkdir(exist_ok=True)
+    with open("build/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def extension() -> dict:
@@ -52,8 +64,14 @@ def extension() -> dict:
             super().initialize_options()
             # A folder that outlives this build, one per torch and Python: a second installation recompiles only what changed.
             self.build_temp = str(Path("build", f"neuron-{torch.__version__}-{sys.implementation.cache_tag}"))
+            # setuptools skips an extension newer than its sources, which a source saved during a build is not; ninja knows better.
+            self.force = True
 
         def run(self) -> None:
+            with one_build_at_a_time():
+                self.build()
+
+        def build(self) -> None:
             super().run()
             built_for = {
                 "torch": torch.__version__,

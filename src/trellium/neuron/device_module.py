@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from trellium.neuron import _C, amp, memory, random
+
+from trellium.neuron import _C, amp, memory, random  # noqa: F401
 from trellium.neuron import device_utils as utils  # noqa: F401
 from trellium.neuron import indices as _utils  # noqa: F401  (torch.serialization looks for `_utils._get_device_index`)
 from trellium.neuron.amp import get_amp_supported_dtype  # noqa: F401

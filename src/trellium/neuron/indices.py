@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from trellium.neuron import _C
 
 DeviceLike = torch.device | str | int | None

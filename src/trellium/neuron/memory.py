@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import OutOfMemoryError  # noqa: F401  (torch.neuron.OutOfMemoryError, as torch.cuda has it)
+
 from trellium.neuron import _C
 from trellium.neuron.indices import DeviceLike, valid_index
 

@@ -51,15 +51,12 @@ def take_the_name() -> str | None:
     except ImportError as error:
         return f"the extension does not load ({error}). Rebuild it: {INSTALL_HINT}"
     from trellium.neuron import contract
-    from trellium.neuron.instances import InstanceError, current_instance
+    from trellium.neuron.instances import current_instance
 
     try:
         instance = current_instance()
-        if hasattr(extension, "contract_set_table"):
-            contract.install()
-    except InstanceError as error:
-        return str(error)
-    except ValueError as error:
+        contract.install()
+    except ValueError as error:  # an environment variable that cannot be; an InstanceError is one
         return str(error)
     if instance.cores > _MAX_CORES:
         return (
@@ -79,7 +76,6 @@ def take_the_name() -> str | None:
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )
-    torch.set_autocast_dtype("neuron", torch.bfloat16)
     _present_torch_neuronx(device_module)
     safetensors_bridge.install()
     return None

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Generator, Tensor
+
 from trellium.neuron import _C
 from trellium.neuron.indices import DeviceLike, valid_index
 

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import torch
+
 from trellium.neuron.indices import _get_device_index
 
 

@@ -3,6 +3,7 @@
 #include <ATen/native/Resize.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <pthread.h>
 
@@ -11,6 +12,11 @@
 #include <cstdlib>
 #include <mutex>
 #include <sstream>
+
+// From ATen/autocast_mode.h, which would include all of ATen.
+namespace at::autocast {
+TORCH_API void set_autocast_dtype(at::DeviceType device_type, at::ScalarType dtype);
+}
 
 namespace trellium {
 namespace {
@@ -60,7 +66,7 @@ std::string readable(size_t nbytes) {
 
 std::string described(c10::IntArrayRef shape, c10::ScalarType dtype) {
   std::ostringstream text;
-  text << c10::toString(dtype) << " [";
+  text << c10::getDtypeNames(dtype).first << " [";
   for (size_t i = 0; i < shape.size(); ++i) {
     text << (i ? ", " : "") << shape[i];
   }
@@ -249,6 +255,7 @@ Thread& this_thread() {
 
 void settle_thread(Thread& thread) {
   thread.settled = true;
+  at::autocast::set_autocast_dtype(kNeuron, at::kBFloat16);
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
 }
 

@@ -49,9 +49,10 @@ struct Thread {
 };
 Thread& this_thread();
 
-// Runs once a thread, before its first neuron operator: the autograd engine must run neuron nodes on the thread that calls backward.
-// Every neuron kernel is synchronous host work; handing it to one engine thread a device only moves it to cold caches and a second
-// OpenMP pool (measured: 1.2 to 1.7 times the step time).
+// Runs once a thread, before its first neuron operator. The autograd engine must run neuron nodes on the thread that calls backward: every
+// neuron kernel is synchronous host work, and handing it to one engine thread a device only moves it to cold caches and a second OpenMP
+// pool (measured: 1.2 to 1.7 times the step time). Autocast must mean bfloat16. Torch keeps both per thread, so both are set per thread; a
+// thread may change them afterwards.
 void settle_thread(Thread& thread);
 inline Thread& enter_thread() {
   Thread& thread = this_thread();

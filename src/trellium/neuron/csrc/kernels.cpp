@@ -14,6 +14,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -412,14 +413,14 @@ class Call {
     if (to_host_) {
       return host;
     }
-    TORCH_CHECK(
+    TORCH_CHECK_NOT_IMPLEMENTED(
         host.layout() == c10::kStrided && !host.is_quantized() && !host.is_nested(),
         op_.operator_name(),
-        " gives a ",
+        " gives a tensor that is ",
         host.is_quantized() ? "quantized" : host.is_nested() ? "nested" : "sparse or opaque",
-        " tensor (layout ",
+        " (layout ",
         host.layout(),
-        "), and the neuron device holds dense strided tensors only. Move the operand to the CPU first, or stay dense.");
+        "), and the emulated neuron device holds dense strided tensors only. Move the operand to the CPU first, or stay dense.");
     const c10::Storage& storage = host.storage();
     // Only one owner: certainly new. That saves the search, which would be quadratic for long lists.
     if (storage.use_count() > 1) {
@@ -499,8 +500,8 @@ void no_sparse(const c10::OperatorHandle& op, Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false,
       op.operator_name(),
-      ": sparse, quantized and nested tensors cannot be on the neuron device, emulated or real: it holds dense strided tensors. Keep the "
-      "tensor on the CPU, or convert it with .to_dense() (dequantize(), to_padded_tensor()) before moving it.");
+      ": the emulated neuron device holds dense strided tensors only, not sparse, quantized or nested ones. Keep the tensor on the CPU, or "
+      "make it dense before moving it: .to_dense(), .dequantize(), .to_padded_tensor().");
 }
 
 // ---- native kernels ----
@@ -532,13 +533,7 @@ at::Tensor new_tensor(int core, at::IntArrayRef size, at::IntArrayRef stride, si
   at::Tensor tensor(std::move(impl));
   if (C10_UNLIKELY(at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory())) {
     at::Tensor host = host_alias(tensor);
-    if (c10::isFloatingType(dtype) || c10::isComplexType(dtype)) {
-      host.fill_(std::numeric_limits<double>::quiet_NaN());
-    } else if (dtype == c10::ScalarType::Bool) {
-      host.fill_(true);
-    } else {
-      host.fill_(c10::isIntegralType(dtype, false) ? at::Scalar(c10::isSignedType(dtype) ? int64_t{127} : int64_t{255}) : at::Scalar(0));
-    }
+    at::native::fill_empty_deterministic_(host);
   }
   return tensor;
 }
@@ -766,6 +761,38 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input.mul(mask).mul_(1.0 / (1 - p)), mask};
 }
 
+// Torch takes a device that is not the CPU to have fused recurrent cells, and the CPU has none. These are the cells' equations in operators
+// that have gradients, so no backward of their own is needed; the workspace, which only that would read, is empty.
+at::Tensor with_bias(const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
+  return bias.has_value() && bias->defined() ? gates.add(*bias) : gates;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(
+    const at::Tensor& input_gates,
+    const at::Tensor& hidden_gates,
+    const at::Tensor& cell,
+    const std::optional<at::Tensor>& input_bias,
+    const std::optional<at::Tensor>& hidden_bias) {
+  const std::vector<at::Tensor> gate =
+      with_bias(input_gates, input_bias).add(with_bias(hidden_gates, hidden_bias)).unsafe_chunk(4, 1);
+  const at::Tensor next_cell = gate[1].sigmoid().mul(cell).add(gate[0].sigmoid().mul(gate[2].tanh()));
+  return {gate[3].sigmoid().mul(next_cell.tanh()), next_cell, at::empty({0}, cell.options())};
+}
+
+std::tuple<at::Tensor, at::Tensor> gru_cell(
+    const at::Tensor& input_gates,
+    const at::Tensor& hidden_gates,
+    const at::Tensor& hidden,
+    const std::optional<at::Tensor>& input_bias,
+    const std::optional<at::Tensor>& hidden_bias) {
+  const std::vector<at::Tensor> input = with_bias(input_gates, input_bias).unsafe_chunk(3, 1);
+  const std::vector<at::Tensor> recurrent = with_bias(hidden_gates, hidden_bias).unsafe_chunk(3, 1);
+  const at::Tensor reset = recurrent[0].add(input[0]).sigmoid();
+  const at::Tensor update = recurrent[1].add(input[1]).sigmoid();
+  const at::Tensor candidate = input[2].add(recurrent[2].mul(reset)).tanh();
+  return {hidden.sub(candidate).mul(update).add(candidate), at::empty({0}, hidden.options())};
+}
+
 // ---- registration ----
 
 template <typename Register>
@@ -801,9 +828,15 @@ void register_kernels() {
     m.impl("histc.out", TORCH_FN(count_bins_out));
     m.impl("_fused_sdp_choice", TORCH_FN(fused_sdp_choice));
     m.impl("native_dropout", TORCH_FN(native_dropout));
-    m.impl("dropout", TORCH_FN(dropout));
   });
-  into("aten", c10::DispatchKey::AutogradPrivateUse1, [](torch::Library& m) { m.impl("dropout", TORCH_FN(dropout)); });
+  // Made of operators that have gradients, so for autograd too.
+  for (const c10::DispatchKey key : {c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1}) {
+    into("aten", key, [](torch::Library& m) {
+      m.impl("dropout", TORCH_FN(dropout));
+      m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+      m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+    });
+  }
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&fused_sdp_choice);
 
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();

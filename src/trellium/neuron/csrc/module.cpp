@@ -18,6 +18,7 @@ PYBIND11_MODULE(_C, m) {
         configure(cores, bytes_per_core, std::move(core_name), std::move(instance));
         register_runtime();
         register_kernels();
+        enter_thread();
       },
       py::arg("cores"),
       py::arg("bytes_per_core"),

@@ -1,0 +1,217 @@
+"""What the emulated device costs beyond the CPU it runs on.
+
+Each operator is timed on `cpu` and on `neuron` in turn, block by block, in one process and on one thread; the extra cost is the difference
+of the best blocks, so that what the machine does meanwhile falls on both. A training step of a small Qwen3 is timed the same way, and given
+as the ratio of medians, with the losses compared bit by bit. Targets: at most 2 us an operator, at most 1.05 times the step.
+
+    python benchmarks/device_overhead.py [--quick] [--json benchmarks/results/device_overhead.json]
+
+Takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.nn.functional as F
+
+RESULTS = Path(__file__).parent / "results" / "device_overhead.json"
+TARGET_MICROSECONDS = 2.0
+TARGET_RATIO = 1.05
+
+
+def operators(device: str) -> dict[str, Callable[[], object]]:
+    """Small calls, whose cost is mostly dispatch, by name."""
+    torch.manual_seed(0)
+    a = torch.randn(16, 16, device=device)
+    b = torch.randn(16, 16, device=device)
+    out = torch.empty(16, 16, device=device)
+    bias = torch.randn(16, device=device)
+    index = torch.randint(0, 16, (8,), device=device)
+    heads = torch.randn(1, 2, 8, 16, device=device)
+    many = [torch.randn(4, device=device) for _ in range(50)]
+    host = torch.randn(256)
+    leaf = torch.randn(16, 16, device=device, requires_grad=True)
+
+    def backward() -> None:
+        leaf.grad = None
+        (leaf * b).sum().backward()
+
+    return {
+        "add": lambda: a + b,
+        "add_ (in place)": lambda: out.add_(1.0),
+        "add (out=)": lambda: torch.add(a, b, out=out),
+        "mul by a number": lambda: a * 2.0,
+        "mm": lambda: a @ b,
+        "linear with bias": lambda: F.linear(a, b, bias),
+        "softmax": lambda: F.softmax(a, -1),
+        "layer_norm": lambda: F.layer_norm(a, (16,), bias, bias),
+        "silu": lambda: F.silu(a),
+        "embedding": lambda: F.embedding(index, a),
+        "cat of two": lambda: torch.cat((a, b)),
+        "sum and item": lambda: a.sum().item(),
+        "attention": lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True),
+        "view": lambda: a.view(256),
+        "transpose": lambda: a.t(),
+        "empty": lambda: torch.empty(16, 16, device=device),
+        "zeros": lambda: torch.zeros(16, 16, device=device),
+        "copy from the host, 1 KB": lambda: host.to(device, copy=True),
+        "foreach_add_ over 50": lambda: torch._foreach_add_(many, 1.0),
+        "mul, sum, backward": backward,
+    }
+
+
+# Calls that are several operators; the target is for one.
+OPERATORS_IN_CALL = {"sum and item": 2, "foreach_add_ over 50": 50, "mul, sum, backward": 6, "attention": 2}
+
+
+def microseconds(call: Callable[[], object], times: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - begin) / times * 1e6
+
+
+def measure_operators(*, blocks: int, times: int) -> list[dict]:
+    """Per call: best block on each device, in microseconds, and the difference per operator."""
+    sides = {device: operators(device) for device in ("cpu", "neuron")}
+    rows = []
+    for name in sides["cpu"]:
+        best = {device: float("inf") for device in sides}
+        for device in sides:
+            microseconds(sides[device][name], times // 4)
+        for _ in range(blocks):
+            for device in sides:
+                best[device] = min(best[device], microseconds(sides[device][name], times))
+        count = OPERATORS_IN_CALL.get(name, 1)
+        rows.append(
+            {
+                "operator": name,
+                "cpu_us": round(best["cpu"], 3),
+                "neuron_us": round(best["neuron"], 3),
+                "operators": count,
+                "extra_us": round((best["neuron"] - best["cpu"]) / count, 3),
+            }
+        )
+    return rows
+
+
+def measure_training_step(*, blocks: int, steps: int) -> dict:
+    """Median step of a small Qwen3 on each device, blocks in turn."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=256,
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (4, 128), generator=generator)
+    sides = {}
+    for device in ("cpu", "neuron"):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config).to(device)
+        # One form of the optimizer on both sides; torch would choose the loop on the CPU and foreach on an accelerator.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        sides[device] = (model, optimizer, ids.to(device))
+    seconds: dict[str, list[float]] = {device: [] for device in sides}
+    losses: dict[str, list[float]] = {device: [] for device in sides}
+
+    def step(device: str) -> None:
+        model, optimizer, batch = sides[device]
+        begin = time.perf_counter()
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[device].append(loss.item())
+        seconds[device].append(time.perf_counter() - begin)
+
+    for device in sides:
+        step(device)
+        seconds[device].clear()
+    for _ in range(blocks):
+        for device in sides:
+            for _ in range(steps):
+                step(device)
+    medians = {device: statistics.median(values) for device, values in seconds.items()}
+    return {
+        "model": "Qwen3, 4 layers of 256, vocabulary 4096, batch 4 x 128, float32, AdamW (foreach)",
+        "steps_each": blocks * steps,
+        "cpu_ms": round(medians["cpu"] * 1e3, 2),
+        "neuron_ms": round(medians["neuron"] * 1e3, 2),
+        "ratio": round(medians["neuron"] / medians["cpu"], 4),
+        "ratio_of_best": round(min(seconds["neuron"]) / min(seconds["cpu"]), 4),
+        "losses_equal": losses["cpu"] == losses["neuron"],
+    }
+
+
+def show(rows: list[dict], step: dict) -> None:
+    width = max(len(row["operator"]) for row in rows)
+    print(f"{'call':<{width}}  {'cpu us':>8}  {'neuron us':>9}  {'extra us per operator':>21}")
+    for row in rows:
+        mark = "" if row["extra_us"] <= TARGET_MICROSECONDS else "  over the target"
+        print(
+            f"{row['operator']:<{width}}  {row['cpu_us']:>8.2f}  {row['neuron_us']:>9.2f}  {row['extra_us']:>21.2f}{mark}"
+        )
+    print(f"\ntraining step: {step['model']}")
+    print(
+        f"cpu {step['cpu_ms']} ms, neuron {step['neuron_ms']} ms: ratio {step['ratio']} of medians, {step['ratio_of_best']} of best, "
+        f"target {TARGET_RATIO}; losses {'equal' if step['losses_equal'] else 'DIFFER'}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What the emulated device costs beyond the CPU it runs on.")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the numbers go (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions; noisy")
+    arguments = parser.parse_args()
+    if not hasattr(torch, "neuron"):
+        import trellium.neuron
+
+        print(f"no neuron device: {trellium.neuron.unavailable_reason()}", file=sys.stderr)
+        return 1
+    torch.set_num_threads(1)
+    scale = 10 if arguments.quick else 1
+    rows = measure_operators(blocks=max(3, 30 // scale), times=max(100, 1000 // scale))
+    step = measure_training_step(blocks=max(2, 10 // scale), steps=4)
+    show(rows, step)
+    result = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "operator_tracking": _tracking(),
+        "target": {"extra_us": TARGET_MICROSECONDS, "ratio": TARGET_RATIO},
+        "operators": rows,
+        "training_step": step,
+    }
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {arguments.json}")
+    return 0
+
+
+def _tracking() -> bool:
+    from trellium.neuron import contract
+
+    return contract.is_tracking()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

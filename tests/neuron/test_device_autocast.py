@@ -1,0 +1,68 @@
+"""Autocast means bfloat16, with torch's operator lists for accelerators."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+
+def test_products_are_bfloat16_and_reductions_float32():
+    a = torch.randn(4, 4, device="neuron", requires_grad=True)
+    with torch.autocast("neuron"):
+        product = a @ a
+        assert product.dtype == torch.bfloat16
+        assert torch.nn.functional.linear(a, a).dtype == torch.bfloat16
+        assert torch.nn.functional.softmax(product, -1).dtype == torch.float32
+        assert torch.nn.functional.layer_norm(product, (4,)).dtype == torch.float32
+        assert torch.nn.functional.embedding(torch.tensor([0], device="neuron"), a).dtype == torch.float32
+        with torch.autocast("neuron", enabled=False):
+            assert (a @ a).dtype == torch.float32
+    product.sum().backward()
+    assert a.grad.dtype == torch.float32
+    with torch.autocast("neuron", dtype=torch.float16):
+        assert (a @ a).dtype == torch.float16
+    with torch.neuron.amp.autocast():
+        assert (a @ a).dtype == torch.bfloat16
+
+
+def test_a_probability_loss_is_refused_under_autocast():
+    p = torch.rand(2, device="neuron")
+    with torch.autocast("neuron"), pytest.raises(RuntimeError, match="unsafe to autocast"):
+        torch.nn.functional.binary_cross_entropy(p, p)
+
+
+def test_a_thread_of_its_own_autocasts_to_bfloat16_too():
+    seen = []
+
+    def work() -> None:
+        a = torch.randn(2, 2, device="neuron")
+        with torch.autocast("neuron"):
+            seen.append((a @ a).dtype)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [torch.bfloat16]
+
+
+def test_module_functions_agree_with_torchs():
+    assert torch.neuron.get_autocast_dtype() == torch.bfloat16
+    assert not torch.neuron.is_autocast_enabled()
+    with torch.autocast("neuron"):
+        assert torch.neuron.is_autocast_enabled()
+    assert torch.bfloat16 in torch.neuron.get_amp_supported_dtype()
+    assert torch.amp.is_autocast_available("neuron")
+
+
+def test_gradient_scaling_steps():
+    layer = torch.nn.Linear(2, 2).to("neuron")
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    scaler = torch.neuron.amp.GradScaler()
+    before = layer.weight.detach().clone()
+    scaler.scale(layer(torch.ones(1, 2, device="neuron")).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(layer.weight, before - 0.1)

@@ -1,0 +1,243 @@
+"""How the device comes, in what processes it lives, and when it steps aside. Each test starts a Python of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+
+def test_import_torch_alone_brings_it_and_little_else(python):
+    out = python(
+        """
+        import sys, torch
+        assert torch.ones(2, device="neuron").sum().item() == 2
+        heavy = {"transformers", "accelerate", "datasets", "peft", "rich", "trellium.trainers", "trellium.ops", "torch._dynamo"}
+        print(sorted(heavy & set(sys.modules)))
+        """
+    )
+    assert out == "[]"
+
+
+def test_without_autoload_it_stays_away_until_it_is_called(python):
+    python(
+        """
+        import torch, trellium.neuron
+        assert not hasattr(torch, "neuron")
+        assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in trellium.neuron.unavailable_reason()
+        assert trellium.neuron.load() is None
+        assert torch.ones(2, device="neuron").sum().item() == 2
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+
+
+def test_it_steps_aside_for_the_vendor_and_for_another_backend(python, tmp_path):
+    (tmp_path / "torch_neuronx").mkdir()
+    (tmp_path / "torch_neuronx" / "__init__.py").write_text("real = True\n")
+    python(
+        """
+        import torch, trellium.neuron
+        assert not hasattr(torch, "neuron")
+        assert "vendor's torch_neuronx is installed" in trellium.neuron.unavailable_reason(), trellium.neuron.unavailable_reason()
+        import torch_neuronx
+        assert torch_neuronx.real
+        assert torch.accelerator.current_accelerator() is None
+        """,
+        PYTHONPATH=str(tmp_path),
+    )
+    python(
+        """
+        import torch, trellium.neuron
+        torch.utils.rename_privateuse1_backend("another")
+        assert "'another' has it already" in trellium.neuron.load()
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+
+
+def test_a_wrong_build_or_machine_is_refused_with_a_reason_and_torch_still_works(python):
+    python(
+        """
+        import importlib.machinery, json, sys, tempfile
+        from pathlib import Path
+        import torch
+        from trellium.neuron import presence
+
+        folder = Path(tempfile.mkdtemp())
+        presence.__file__ = str(folder / "presence.py")
+        assert "C++17 compiler" in presence._extension_mismatch() and "pip install" in presence._extension_mismatch()
+        (folder / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").touch()
+        assert "not known which torch" in presence._extension_mismatch()
+        (folder / "_built_for.json").write_text(json.dumps({"torch": "2.12.0", "torch_git": "x", "python": "y"}))
+        reason = presence._extension_mismatch()
+        assert "built for torch 2.12.0, here " + torch.__version__ in reason and "pip install" in reason
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    python(
+        """
+        import torch, trellium.neuron
+        assert not hasattr(torch, "neuron")
+        assert "trn9" in trellium.neuron.unavailable_reason()
+        assert torch.ones(2).sum().item() == 2
+        """,
+        TRELLIUM_NEURON_INSTANCE="trn9.large",
+    )
+
+
+FORK = """
+import os, sys, torch
+
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def backward(device):
+    x = torch.ones(2, device=device, requires_grad=True)
+    (x * 2).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+"""
+
+
+def test_fork_before_use_is_fine_and_after_use_is_refused_with_advice(python):
+    python(
+        FORK
+        + """
+# Before: the CPU's autograd in parent and child too, which a device's engine threads would have broken.
+torch.neuron.set_device(0)
+torch.manual_seed(0)
+backward("cpu")
+assert child(lambda: backward("cpu")) == 0
+assert child(lambda: backward("neuron")) == 0
+
+held = torch.ones(1000, device="neuron")
+
+def refused():
+    global held
+    assert torch.neuron._is_in_bad_fork()
+    for use in (lambda: torch.ones(1, device="neuron"), lambda: held + 1, lambda: held.cpu(), lambda: held.sum().item()):
+        try:
+            use()
+        except RuntimeError as error:
+            assert "Cannot re-initialize neuron in forked subprocess" in str(error) and "'spawn' start method" in str(error)
+        else:
+            raise AssertionError("not refused")
+    torch.manual_seed(1)          # must not touch the device
+    held = None                   # freeing must not hang
+    assert torch.neuron.device_count() > 0
+    backward_of_the_host = torch.ones(2).sum()
+
+assert child(refused) == 0
+assert held.sum().item() == 1000 and not torch.neuron._is_in_bad_fork()
+
+# Workers that read on the host are fine, though forked after use.
+data = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4, num_workers=1, multiprocessing_context="fork")
+assert [batch.to("neuron").sum().item() for batch in data] == [6, 22]
+"""
+    )
+
+
+def test_spawned_processes_have_the_device(tmp_path):
+    script = tmp_path / "spawn.py"
+    script.write_text(
+        """
+import importlib.util, multiprocessing, torch
+
+def work(queue):
+    assert importlib.util.find_spec("torch_neuronx") is not None
+    queue.put(torch.ones(3, device="neuron").sum().item())
+
+if __name__ == "__main__":
+    torch.ones(1, device="neuron")
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(queue,))
+    process.start()
+    assert queue.get(timeout=100) == 3
+    process.join()
+    assert process.exitcode == 0
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_of_torchrun_works_on_the_core_of_its_rank(python):
+    out = python(
+        """
+        import json, threading, torch
+        seen = [torch.neuron.current_device(), torch.ones(1, device="neuron").device.index]
+        thread = threading.Thread(target=lambda: seen.append(torch.neuron.current_device()))
+        thread.start(); thread.join()
+        print(json.dumps(seen))
+        """,
+        LOCAL_RANK="2",
+    )
+    assert json.loads(out) == [2, 2, 2]
+    python(
+        """
+        import torch
+        try:
+            torch.neuron.current_device()
+        except RuntimeError as error:
+            assert "Logical Neuron Core(s) not available" in str(error) and "LOCAL_RANK is 7" in str(error)
+        else:
+            raise AssertionError("not refused")
+        """,
+        LOCAL_RANK="7",
+    )
+
+
+def test_torchrun_with_one_process_runs(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text("import torch; assert torch.ones(2, device='neuron').device.index == 0; print('done')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout
+
+
+def test_names_taken_before_torch_are_reached(python, tmp_path):
+    python(
+        f"""
+        from safetensors import safe_open
+        import safetensors.torch as taken
+        import torch
+        taken.save_file({{"a": torch.arange(3.0)}}, {str(tmp_path / "x.safetensors")!r})
+        with safe_open({str(tmp_path / "x.safetensors")!r}, framework="pt", device="neuron:1") as file:
+            assert str(file.get_tensor("a").device) == "neuron:1"
+        assert str(taken.load_file({str(tmp_path / "x.safetensors")!r}, device="neuron")["a"].device) == "neuron:0"
+        """
+    )
+
+
+def test_a_host_without_the_memory_says_so_in_the_same_error(python):
+    python(
+        """
+        import resource, torch
+        torch.ones(1, device="neuron")
+        resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, resource.RLIM_INFINITY))
+        small = torch.ones(50_000, 1, device="neuron")
+        for ask in (lambda: torch.empty(20 * 2**30, dtype=torch.uint8, device="neuron"), lambda: small @ small.T):
+            before = torch.neuron.memory_allocated()
+            try:
+                ask()
+            except torch.OutOfMemoryError as error:
+                assert " out of memory." in str(error) and "the host that emulates it" in str(error), error
+            else:
+                raise AssertionError("not refused")
+            assert torch.neuron.memory_allocated() == before
+        """
+    )
