@@ -188,6 +188,13 @@ def test_a_foreach_operator_is_one_program_for_each_shape_it_meets():
     tensors = [neuron(4), neuron(4), neuron(6)]
     assert compiled_by(lambda: torch._foreach_add_(tensors, 1.0)) == 2
     assert compiled_by(lambda: torch._foreach_add_(tensors, 2.0)) == 0
+    assert operator("aten::_foreach_add_.Scalar").signatures == ("float32[4]", "float32[6]")
+
+
+def test_a_cast_is_one_program_whether_it_waits_or_not():
+    x = neuron(4, 8)
+    assert compiled_by(lambda: x.to(torch.bfloat16)) == 1
+    assert compiled_by(lambda: x.to(torch.bfloat16, non_blocking=True)) == 0
 
 
 def test_a_report_names_the_programs_of_an_operator():
@@ -376,3 +383,12 @@ def test_a_variable_that_holds_nonsense_leaves_torch_usable_and_says_why(tmp_pat
         TRELLIUM_NEURON_STRICT="si",
     )
     assert done.stdout == "2.0 False\n"
+
+
+def test_without_the_device_the_contract_says_why_there_is_nothing_to_count(tmp_path):
+    done = run_script(
+        tmp_path, "import torch, trellium.neuron\ntrellium.neuron.report()\n", TORCH_DEVICE_BACKEND_AUTOLOAD="0"
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: there is no emulated neuron device")
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in last

@@ -292,6 +292,7 @@ class _Settings:
 
 _settings = _Settings(tracking=False)
 _first_lines: dict[str, str] = {}
+_loaded: Any = None  # the extension, from `install` on
 
 
 class _Changed:
@@ -352,10 +353,12 @@ def install(environ: Mapping[str, str] | None = None) -> None:
     Raises:
         ValueError: a variable holds what it may not.
     """
+    global _loaded
     environ = os.environ if environ is None else environ
-    extension = _extension()
+    extension = importlib.import_module("trellium.neuron._C")
     extension.contract_set_table([(name, rule.verdict) for rule in RULES for name in rule.operators], _SHOWN_AS)
     extension.contract_set_listener(_told)
+    _loaded = extension
     strictly = _flag(environ, "TRELLIUM_NEURON_STRICT", default=False)
     limit = environ.get("TRELLIUM_NEURON_MAX_COMPILATIONS", "").strip()
     if limit and not limit.isdecimal():
@@ -379,7 +382,15 @@ def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
 
 
 def _extension() -> Any:
-    return importlib.import_module("trellium.neuron._C")
+    """The C++ side, once the device is there.
+
+    Raises:
+        RuntimeError: there is no emulated device in this process; says why.
+    """
+    if _loaded is None:
+        reason = importlib.import_module("trellium.neuron").unavailable_reason()
+        raise RuntimeError(f"there is no emulated neuron device whose operators could be counted: {reason}")
+    return _loaded
 
 
 def _apply(settings: _Settings) -> None:

@@ -186,7 +186,7 @@ Op examine(const State& s, const c10::OperatorHandle& handle) {
   const bool scalars_decide_a_size = is_one_of(base, {"aten::arange", "aten::linspace", "aten::logspace", "aten::range"});
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& argument = schema.arguments()[i];
-    if (argument.is_out()) {
+    if (argument.is_out() || argument.name() == "non_blocking" || argument.name() == "pin_memory") {
       continue;
     }
     const bool written = argument.alias_info() && argument.alias_info()->isWrite();
@@ -495,9 +495,14 @@ void record(const c10::OperatorHandle& handle, const torch::jit::Stack& stack) {
       for (const auto& element : arguments[op->args[0].index].toListRef()) {
         seen.hash = start;
         see_tensor(seen, element.toTensor());
+        bool is_new = false;
         if (op->verdict != Verdict::kHost) {
-          look_up(s, *op, seen.hash, new_signature);
+          look_up(s, *op, seen.hash, is_new);
         }
+        if (is_new && op->signatures.size() < kSignaturesKept) {
+          op->signatures.push_back(text_of(element.toTensor()));
+        }
+        new_signature |= is_new;
       }
     }
     for (const Arg& arg : op->args) {
@@ -557,7 +562,7 @@ void record(const c10::OperatorHandle& handle, const torch::jit::Stack& stack) {
     over_limit = new_signature && limit >= 0 && static_cast<int64_t>(s.misses) > limit;
     strict_host = s.strict_host;
     look_at_values = s.check_values && (seen.float64 || seen.int64 || (op->copies && seen.wide_on_host) || op->multiplies);
-    if (new_signature && op->signatures.size() < kSignaturesKept) {
+    if (new_signature && !per_tensor && op->signatures.size() < kSignaturesKept) {
       op->signatures.push_back(text_of(*op, handle, arguments));
     }
   }
