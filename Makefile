@@ -52,7 +52,7 @@ $(VENV)/.bench: $(VENV)/.test $(VENV)/.demo
 	@touch $@
 
 demo: $(VENV)/.demo
-	@$(PY) -m trellium.cli demo $(ARGS)
+	@$(PY) -m trellium demo $(ARGS)
 
 test: $(VENV)/.test lint
 	$(TEST_ENV) $(PY) -m pytest $(ARGS)
