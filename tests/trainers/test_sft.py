@@ -15,6 +15,7 @@ from tests.trainers.tiny_runs import VOCABULARY, losses, padded_nll_sum, tiny_tr
 from trellium import SFTConfig, SFTTrainer
 from trellium.errors import ConfigError, DatasetError, ModelError
 from trellium.models.tiny import tiny_model
+from trellium.trainers.checkpoints import last_checkpoint
 
 
 def hand_written_losses(rows: list[dict], *, batch: int, steps: int, learning_rate: float) -> list[float]:
@@ -432,3 +433,11 @@ def test_resuming_from_what_is_no_checkpoint_names_those_that_are(tmp_path):
     trainer.train()
     with pytest.raises(ConfigError, match="checkpoint-1"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+
+
+def test_a_checkpoint_that_was_cut_short_is_not_resumed_from(tmp_path):
+    trainer = tiny_trainer(tmp_path, train_dataset=token_rows(8), save_strategy="steps", save_steps=1, max_steps=2)
+    trainer.train()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")

@@ -100,11 +100,11 @@ def build_trainer(data: Any, model: Any, config: Any) -> SFTTrainer:
 
 def stopped_message(trainer: SFTTrainer, arguments: list[str]) -> str:
     """Where an interrupted run stands, and the command that goes on from there."""
-    from transformers.trainer_utils import get_last_checkpoint
+    from trellium.trainers.checkpoints import last_checkpoint
 
     folder = trainer.args.output_dir
     step, of = trainer.state.global_step, trainer.state.max_steps
-    last = get_last_checkpoint(folder)
+    last = last_checkpoint(folder)
     if last is None:
         return f"Stopped after step {step} of {of}, before the first checkpoint: save_steps is {trainer.args.save_steps}. Nothing was saved."
     command = shlex.join(["trellium", "sft", *_without_resume(arguments), "--resume_from_checkpoint", last])

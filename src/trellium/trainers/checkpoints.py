@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from torch import nn
-from transformers.trainer_utils import get_last_checkpoint
 
 from trellium.errors import ConfigError
+
+_WRITTEN_LAST = "trainer_state.json"
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The checkpoint of the most steps in a folder, or None. One that was being written when its run ended is passed by."""
+    whole = {
+        int(match[1]): str(folder)
+        for folder in Path(output_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name)) and (folder / _WRITTEN_LAST).is_file()
+    }
+    return whole[max(whole)] if whole else None
 
 
 def resumable_checkpoint(given: str | bool | None, output_dir: str) -> str | None:
@@ -20,14 +32,14 @@ def resumable_checkpoint(given: str | bool | None, output_dir: str) -> str | Non
     if given is None or given is False:
         return None
     if given is True:
-        last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+        last = last_checkpoint(output_dir)
         if last is None:
             raise ConfigError(
                 f"nothing to resume from: no checkpoint-* folder in {output_dir}. Leave resume_from_checkpoint out to start anew."
             )
         return last
     folder = Path(given)
-    if not (folder / "trainer_state.json").is_file():
+    if not (folder / _WRITTEN_LAST).is_file():
         here = sorted(path.name for path in Path(output_dir).glob("checkpoint-*")) if Path(output_dir).is_dir() else []
         known = f"{output_dir} has {', '.join(here)}" if here else f"{output_dir} has none"
         raise ConfigError(f"{given} is not a checkpoint: it has no trainer_state.json. Of checkpoints, {known}.")
