@@ -249,7 +249,7 @@ def model_init_kwargs(model: ModelOptions, config: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"dtype": model.dtype, "revision": model.model_revision}
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
-    return {**options, **(config.model_init_kwargs or {})}
+    return {**options, **config.model_options}
 
 
 _RUN_FIRST = (

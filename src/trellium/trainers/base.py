@@ -101,7 +101,7 @@ class BaseTrainer(Trainer):
         train_dataset = self._prepare(train_dataset, "train")
         eval_dataset = self._prepare(eval_dataset, "eval")
         if data_collator is None:
-            data_collator = ForestCollator(self._pad_token_id(processing_class), args.pad_to_multiple_of)
+            data_collator = ForestCollator(self._pad_token_id(processing_class), args.row_multiple)
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         super().__init__(
             model=model,
@@ -148,7 +148,7 @@ class BaseTrainer(Trainer):
 
     @staticmethod
     def _load(model: Any, args: BaseConfig) -> nn.Module:
-        options = dict(args.model_init_kwargs or {})
+        options = args.model_options
         if isinstance(model, nn.Module):
             if options:
                 raise ConfigError(
@@ -166,7 +166,7 @@ class BaseTrainer(Trainer):
             raise ConfigError(
                 "the model does not say where it came from, so its tokenizer is not known. Give it as processing_class."
             )
-        options = {key: value for key, value in (args.model_init_kwargs or {}).items() if key in ("revision", "token")}
+        options = {key: value for key, value in args.model_options.items() if key in ("revision", "token")}
         return load_tokenizer(name or None, trust_remote_code=args.trust_remote_code, **options)
 
     @staticmethod

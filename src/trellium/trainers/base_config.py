@@ -115,8 +115,7 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
 
     def __post_init__(self) -> None:
         self._refuse_inherited()
-        if not self.use_cpu and not torch.accelerator.is_available():
-            self.use_cpu = True
+        self.use_cpu: bool = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
             if not (self.bf16 or self.fp16):
@@ -136,6 +135,16 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
                 f'model_init_kwargs must be a JSON object like \'{{"dtype": "bfloat16"}}\', got {self.model_init_kwargs!r}'
             )
         self.pad_to_multiple_of = self._multiple(self.pad_to_multiple_of)
+
+    @property
+    def row_multiple(self) -> int | None:
+        """What `pad_to_multiple_of` came to: a number, or None for no rounding."""
+        return self._multiple(self.pad_to_multiple_of)
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """`model_init_kwargs` as a mapping, empty where unset."""
+        return dict(self.model_init_kwargs) if isinstance(self.model_init_kwargs, dict) else {}
 
     def _refuse_inherited(self) -> None:
         if self.use_liger_kernel:

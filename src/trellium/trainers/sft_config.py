@@ -90,6 +90,8 @@ class SFTConfig(BaseConfig):
             raise ConfigError(
                 f"max_length must be at least 2, one token to predict from and one to predict; got {self.max_length}"
             )
+        if isinstance(self.dataset_kwargs, str):
+            raise ConfigError(f"dataset_kwargs must be a JSON object, got {self.dataset_kwargs!r}")
         unknown = sorted(set(self.dataset_kwargs or {}) - set(_DATASET_KWARGS))
         if unknown:
             raise ConfigError(
@@ -99,4 +101,5 @@ class SFTConfig(BaseConfig):
     @property
     def skip_prepare_dataset(self) -> bool:
         """Whether rows come with `input_ids` and `labels` and are taken as they are."""
-        return bool((self.dataset_kwargs or {}).get("skip_prepare_dataset", False))
+        options = self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else {}
+        return bool(options.get("skip_prepare_dataset", False))
