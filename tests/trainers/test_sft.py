@@ -441,3 +441,29 @@ def test_a_checkpoint_that_was_cut_short_is_not_resumed_from(tmp_path):
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+def test_the_host_waits_for_the_device_only_when_something_is_logged(tmp_path, monkeypatch):
+    waits = []
+    for name in ("item", "tolist"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(tensor, *args, _original=original, _name=name):
+            if tensor.is_floating_point() and tensor.grad_fn is None:
+                waits.append(_name)
+            return _original(tensor, *args)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    trainer = tiny_trainer(
+        tmp_path,
+        train_dataset=token_rows(32),
+        max_steps=8,
+        logging_steps=4,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=1,
+    )
+    waits.clear()
+    trainer.train()
+    assert len(losses(trainer)) == 2
+    # Each time: transformers' loss and gradient norm, and all of our metrics at once; and transformers' mean loss at the end.
+    assert waits == ["item", "item", "tolist"] * 2 + ["item"]
