@@ -66,3 +66,34 @@ def test_gradient_scaling_steps():
     scaler.step(optimizer)
     scaler.update()
     torch.testing.assert_close(layer.weight, before - 0.1)
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda x: x.sum(), torch.float32),
+        (lambda x: x.cumsum(0), torch.float32),
+        (lambda x: torch.norm(x), torch.float32),
+        (lambda x: torch.norm(x, dim=0), torch.float32),
+        (lambda x: x.exp() + x.float().rsqrt(), torch.float32),
+        (lambda x: torch.addcmul(x, x, x.float()), torch.float32),
+        (lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x.float()[None], x[None]), torch.bfloat16),
+        (lambda x: torch.einsum("ij,jk->ik", x.float(), x), torch.bfloat16),
+        (lambda x: x.double().exp(), torch.float64),
+        (lambda x: x + x, torch.bfloat16),
+    ],
+)
+def test_each_policy_gives_its_type(compute, expected):
+    with torch.autocast("neuron"):
+        assert compute(torch.rand(4, 4, dtype=torch.bfloat16, device="neuron")).dtype == expected
+
+
+def test_a_weight_is_cast_once_in_a_block():
+    weight = torch.randn(4, 4, device="neuron", requires_grad=True)
+    x = torch.randn(2, 4, device="neuron")
+    with torch.autocast("neuron"):
+        torch.nn.functional.linear(x, weight)
+        held = torch.neuron.memory_allocated()
+        for _ in range(3):
+            torch.nn.functional.linear(x, weight)
+        assert torch.neuron.memory_allocated() == held

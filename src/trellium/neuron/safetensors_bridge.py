@@ -9,7 +9,6 @@ new one. Cost: importing safetensors' top level, about 1 ms of `import torch`.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from typing import Any
 
@@ -20,9 +19,10 @@ from trellium.neuron.indices import _get_device_index
 
 def install() -> None:
     """Replace `safetensors.safe_open` everywhere it is bound; nothing where safetensors is not installed."""
-    if importlib.util.find_spec("safetensors") is None:
+    try:
+        safetensors = importlib.import_module("safetensors")
+    except ImportError:  # nothing to bridge, and `import torch` is not the place to complain
         return
-    safetensors = importlib.import_module("safetensors")
     original = safetensors.safe_open
 
     class _Replaced(type):

@@ -1,6 +1,5 @@
 #include "cores.h"
 
-#include <ATen/native/Resize.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/ScalarType.h>
@@ -13,9 +12,12 @@
 #include <mutex>
 #include <sstream>
 
-// From ATen/autocast_mode.h, which would include all of ATen.
+// From headers that would include all of ATen: ATen/autocast_mode.h and ATen/native/Resize.h.
 namespace at::autocast {
-TORCH_API void set_autocast_dtype(at::DeviceType device_type, at::ScalarType dtype);
+C10_IMPORT void set_autocast_dtype(at::DeviceType device_type, at::ScalarType dtype);
+}
+namespace at::native {
+C10_IMPORT void resize_bytes_cpu(c10::StorageImpl* storage, size_t nbytes);
 }
 
 namespace trellium {
@@ -35,6 +37,7 @@ struct Process {
   size_t bytes_per_core = 0;
   std::string core_name;
   std::string instance;
+  c10::Allocator* host = nullptr;  // torch's CPU allocator, behind the gate
   std::atomic<bool> used{false};
   Core core[kMaxCores];
 };
@@ -269,7 +272,8 @@ void configure(int cores, size_t bytes_per_core, std::string core_name, std::str
   p.instance = std::move(instance);
   pthread_atfork(nullptr, nullptr, &after_fork_in_child);
   c10::SetAllocator(kNeuron, allocator());
-  c10::SetCPUAllocator(new HostGate(c10::GetCPUAllocator()), /*priority=*/255);
+  p.host = c10::GetCPUAllocator();
+  c10::SetCPUAllocator(new HostGate(p.host), /*priority=*/255);
 }
 
 int core_count() {
@@ -371,7 +375,11 @@ c10::DataPtr allocate_block(int core, size_t nbytes, c10::IntArrayRef sizes, c10
   admit(block, sizes, has_shape);
   try {
     block->host = c10::make_intrusive<c10::StorageImpl>(
-        c10::StorageImpl::use_byte_size_t(), static_cast<int64_t>(nbytes), c10::GetCPUAllocator(), /*resizable=*/true);
+        c10::StorageImpl::use_byte_size_t(),
+        static_cast<int64_t>(nbytes),
+        process().host->allocate(nbytes),
+        c10::GetCPUAllocator(),
+        /*resizable=*/true);
   } catch (const c10::Error&) {
     free_block(block);
     out_of_host_memory(core, nbytes);

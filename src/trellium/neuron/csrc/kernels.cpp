@@ -728,7 +728,7 @@ int64_t fused_sdp_choice(
 // `dropout` would choose `native_dropout` here because the device is not the CPU.
 at::Tensor dropout(const at::Tensor& input, double p, bool train) {
   TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
-  if (p == 0 || !train || input.numel() == 0) {
+  if (p == 0 || !train || input.sym_numel() == 0) {
     return input;
   }
   if (p == 1) {

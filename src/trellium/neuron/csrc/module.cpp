@@ -1,7 +1,10 @@
 // The Python module `trellium.neuron._C`. Importing it registers nothing: `initialize` does.
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/Generator.h>
 
+#include "autocast.h"
 #include "contract.h"
 #include "cores.h"
 #include "kernels.h"
@@ -18,6 +21,7 @@ PYBIND11_MODULE(_C, m) {
         configure(cores, bytes_per_core, std::move(core_name), std::move(instance));
         register_runtime();
         register_kernels();
+        register_autocast();
         enter_thread();
       },
       py::arg("cores"),
@@ -29,7 +33,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("exchange_device", &exchange_core);
   m.def("in_use", &in_use);
   m.def("in_bad_fork", &in_bad_fork);
-  m.def("default_generator", [](int core) { return default_generator(checked_core(static_cast<c10::DeviceIndex>(core))); });
+  m.def("default_generator", [](int core) {
+    return py::reinterpret_steal<py::object>(THPGenerator_Wrap(default_generator(checked_core(static_cast<c10::DeviceIndex>(core)))));
+  });
   m.def("capacity", &capacity);
   m.def("memory_allocated", [](int core) { return usage(core).bytes.current; });
   m.def("max_memory_allocated", [](int core) { return usage(core).bytes.peak; });
