@@ -18,6 +18,7 @@ from trellium.neuron import _C, amp, memory, random  # noqa: F401
 from trellium.neuron import device_utils as utils  # noqa: F401
 from trellium.neuron import indices as _utils  # noqa: F401  (torch.serialization looks for `_utils._get_device_index`)
 from trellium.neuron.amp import get_amp_supported_dtype  # noqa: F401
+from trellium.neuron.compile_metrics import get_dynamo_metrics, reset_dynamo_metrics  # noqa: F401
 from trellium.neuron.contract import (  # noqa: F401
     clear_op_tracking,
     get_compilation_cache_counters,

@@ -78,6 +78,8 @@ def take_the_name() -> str | None:
     )
     _present_torch_neuronx(device_module)
     safetensors_bridge.install()
+    # transformers' asynchronous loader hangs on the real device; the rest of what is set for users waits for the first graph (compile_settings).
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     return None
 
 

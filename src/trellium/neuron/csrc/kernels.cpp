@@ -69,7 +69,8 @@ Block* block_of(const at::Tensor& tensor) {
   return trellium::block_of(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
 }
 
-// The CPU tensor that is the neuron tensor.
+}  // namespace
+
 at::Tensor host_alias(const at::Tensor& tensor) {
   const c10::TensorImpl* source = tensor.unsafeGetTensorImpl();
   const Block* block = block_of(tensor);
@@ -82,7 +83,6 @@ at::Tensor host_alias(const at::Tensor& tensor) {
   return at::Tensor(std::move(impl));
 }
 
-// A neuron tensor on `storage` with the geometry of the CPU tensor `host`.
 at::Tensor neuron_tensor(c10::Storage storage, const at::Tensor& host) {
   const c10::TensorImpl* source = host.unsafeGetTensorImpl();
   auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), kNeuronKeys, source->dtype());
@@ -90,6 +90,8 @@ at::Tensor neuron_tensor(c10::Storage storage, const at::Tensor& host) {
   copy_lazy_bits(impl.get(), source);
   return at::Tensor(std::move(impl));
 }
+
+namespace {
 
 at::Tensor neuron_view(const at::Tensor& base, const at::Tensor& host) {
   const c10::TensorImpl* source = host.unsafeGetTensorImpl();

@@ -7,6 +7,7 @@
 #include "autocast.h"
 #include "contract.h"
 #include "cores.h"
+#include "graphs.h"
 #include "kernels.h"
 #include "runtime.h"
 
@@ -56,4 +57,5 @@ PYBIND11_MODULE(_C, m) {
       },
       "(bytes, shape, scalar type or None) of the largest live tensors of a core, largest first");
   contract::bind(m);
+  graphs::bind(m);
 }

@@ -1,0 +1,50 @@
+"""What a user of a device with static shapes must otherwise remember, set for them and said in one line.
+
+- `torch._dynamo.config.automatic_dynamic_shapes = False`: else Dynamo makes symbols of the dimensions that changed, which do not compile.
+- `torch._dynamo.config.recompile_limit = 64` (it was 8; a higher one is kept): each shape is a graph, so a frame may need many.
+- `torch._dynamo.config.fail_on_recompile_limit_hit = True`: past the limit Dynamo would run every further shape operator by operator, and
+  say nothing more. On the device that is slower than compiling by orders of magnitude, so it is an error, which names the frame and the
+  shape. TRELLIUM_NEURON_RECOMPILE_LIMIT=N sets another limit; 0 leaves all of Dynamo's settings as they are.
+- `HF_DEACTIVATE_ASYNC_LOAD=1`, when the device is loaded: transformers' asynchronous loader hangs on the real one.
+
+Dynamo's are process-wide, and are set when the first graph is compiled for `neuron`, not at `import torch`: a process that compiles nothing
+for it keeps torch's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+logger = logging.getLogger(__name__)
+
+RECOMPILE_LIMIT = 64
+_settled = False
+
+
+def settle() -> None:
+    """Set Dynamo's, once a process."""
+    global _settled
+    if _settled:
+        return
+    _settled = True
+    named = os.environ.get("TRELLIUM_NEURON_RECOMPILE_LIMIT", "").strip()
+    if named and not named.isdecimal():
+        raise ValueError(
+            f"TRELLIUM_NEURON_RECOMPILE_LIMIT={named!r}: a whole number, or 0 to leave Dynamo's settings alone."
+        )
+    if named and int(named) == 0:
+        return
+    from torch._dynamo import config
+
+    config.automatic_dynamic_shapes = False
+    config.recompile_limit = int(named) if named else max(config.recompile_limit, RECOMPILE_LIMIT)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * config.recompile_limit)
+    config.fail_on_recompile_limit_hit = not config.suppress_errors  # Dynamo refuses both together
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning(
+            "neuron compiles static shapes: torch._dynamo.config.automatic_dynamic_shapes=False, recompile_limit=%d, past which "
+            "it is an error instead of eager execution; HF_DEACTIVATE_ASYNC_LOAD=%s.",
+            config.recompile_limit,
+            os.environ.get("HF_DEACTIVATE_ASYNC_LOAD", "unset"),
+        )
