@@ -69,7 +69,7 @@ def register(subparsers: Any) -> None:
         "--steps", type=int, default=10, help=f"optimizer steps of {BATCH_ROWS} rows (default: %(default)s)"
     )
     parser.add_argument(
-        "--output-dir", default="trellium-demo", help="where the checkpoint is saved (default: %(default)s)"
+        "--output-dir", default="runs/demo", help="where the checkpoint is saved (default: %(default)s)"
     )
     parser.add_argument(
         "--device", help="neuron, cpu, cuda ... (default: neuron where it is, else what this machine has)"

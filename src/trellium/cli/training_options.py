@@ -188,7 +188,7 @@ def option_parser(config_class: type) -> Any:
             raise ConfigError(message)
 
     parser = OptionParser([DataOptions, ModelOptions, config_class], add_help=False, allow_abbrev=False)
-    parser.set_defaults(output_dir="trellium-sft")
+    parser.set_defaults(output_dir="runs/sft")
     return parser
 
 
