@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -683,25 +683,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 
 
-def _without_dropout(config: PretrainedConfig) -> None:
-    """Every dropout rate and noise of a configuration and of its parts becomes zero."""
-    for name, value in list(vars(config).items()):
-        if isinstance(value, PretrainedConfig):
-            _without_dropout(value)
-        elif isinstance(value, (int, float)) and any(
-            kind in name for kind in ("dropout", "pdrop", "layerdrop", "jitter")
-        ):
-            setattr(config, name, type(value)(0))
-
-
 def build(architecture: Architecture, *, seed: int = 0) -> PreTrainedModel:
-    """The tiny model on the CPU in float32, in training mode, without dropout, its weights drawn with `seed`.
+    """The tiny model on the CPU in float32, in training mode, its weights drawn with `seed`; dropout as the configuration class has it.
 
     Raises:
         KeyError: the installed transformers has no such model type, or no class that generates text with it.
     """
     config = AutoConfig.for_model(architecture.model_type, **architecture.config)
-    _without_dropout(config)
     for mapping in (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,

@@ -1,13 +1,14 @@
 """Tiny models of a hundred architectures take the CPU's training steps on `neuron`: same losses, same gradients, same ties.
 
-For each: build on the CPU, move, two steps of AdamW on a ragged batch. As the device runs the CPU's kernels on the same bytes, equal means bit for bit.
-A few common ones run always; all of them with `-m slow`, about a minute. What was measured stands in docs/architectures.md.
+For each: build on the CPU, move, two steps of AdamW on a ragged batch. As the device runs the CPU's kernels on the same bytes and draws the CPU's numbers
+(dropout is on where an architecture has it), equal means bit for bit. Then once more in bfloat16, with eager attention and gradient checkpointing, and
+generating with a cache. A few common ones run always; all of them with `-m slow`, about two minutes. What was measured stands in docs/architectures.md.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
 from tests.neuron.architectures import ARCHITECTURES, Architecture, batch, build
 
@@ -55,6 +57,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 def train(model: nn.Module, device: str, steps: int = 2) -> Training:
     """Move `model` to `device` and train it there: AdamW, learning rate 1e-3, `steps` times the same batch of ragged rows."""
+    torch.manual_seed(0)  # dropout
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3
     )  # before the move: it must still own the parameters after it
@@ -93,6 +96,39 @@ def _parameter(architecture: Architecture) -> object:
     return pytest.param(architecture, id=architecture.model_type, marks=marks)
 
 
+def _in_bfloat16(model: PreTrainedModel, device: str) -> list[float]:
+    return train(model.bfloat16(), device).losses
+
+
+def _checkpointed(model: PreTrainedModel, device: str) -> list[float]:
+    model.set_attn_implementation("eager")
+    model.gradient_checkpointing_enable()
+    return train(model, device).losses
+
+
+def _generated(model: PreTrainedModel, device: str) -> list[list[int]]:
+    """Six greedy tokens behind the longer row, with a cache."""
+    model.eval().to(device)
+    prompt = batch()["input_ids"][:1].to(device)
+    tokens = model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    return tokens.tolist()
+
+
+VARIANTS: dict[str, Callable[[PreTrainedModel, str], object]] = {
+    "bfloat16": _in_bfloat16,
+    "checkpointed": _checkpointed,
+    "generated": _generated,
+}
+# What transformers 5.24 itself cannot do, on the CPU too, and the words it has for it.
+CPU_CANNOT = {
+    ("bfloat16", "xlstm"): "expected scalar type Float but found BFloat16",
+    ("checkpointed", "openai-gpt"): "does not support activation checkpointing",
+    ("generated", "xlstm"): "must match the existing size",
+}
+
+
 @on_neuron
 @pytest.mark.parametrize("architecture", [_parameter(architecture) for architecture in ARCHITECTURES])
 def test_two_training_steps_on_neuron_are_those_of_the_cpu(architecture: Architecture, tally: Tally) -> None:
@@ -129,6 +165,23 @@ def test_two_training_steps_on_neuron_are_those_of_the_cpu(architecture: Archite
 
 # Model types that are close to the CPU but not bit-equal, and why.
 NOT_BIT_EQUAL: dict[str, str] = {}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on_neuron
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.model_type)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_training_and_generation_on_neuron_are_those_of_the_cpu(
+    variant: str, architecture: Architecture
+) -> None:
+    transformers.logging.set_verbosity_error()
+    run = VARIANTS[variant]
+    if reason := CPU_CANNOT.get((variant, architecture.model_type)):
+        with pytest.raises((RuntimeError, ValueError), match=reason):
+            run(build(architecture), "cpu")
+        return
+    assert run(build(architecture), "neuron") == run(build(architecture), "cpu")
 
 
 @on_neuron
