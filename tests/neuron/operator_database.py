@@ -12,8 +12,9 @@ To be fair to both sides: inputs are copied with their whole storage, so that vi
 becomes the device under test; arguments which torch demands on the CPU stay there; of results that are never written (`empty`) only the facts are
 compared; random operators start from the same seed.
 
-As a module it sweeps: `python -m tests.neuron.operator_database --out FILE` appends one JSON line an entry and, if the file exists, goes on behind
-its last line, so that after a crash the rest can still be run. All entries with all their samples, 19 thousand, take about a minute and a half on one core.
+It runs as a module, in a process of its own, because importing torch's test utilities changes torch for the whole process (flags of its backends can no
+longer be set): `python -m tests.neuron.operator_database --out FILE` appends one JSON line an entry and, if the file exists, goes on behind its last line,
+so that after a crash the rest can still be run. All entries with all their samples, 19 thousand, take about a minute and a half on one core.
 """
 
 from __future__ import annotations
@@ -202,7 +203,8 @@ def _facts(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}{strides}"
 
 
-def _compare_leaves(expected: Any, got: Any, *, values: bool) -> Found:
+def compare_values(expected: Any, got: Any, *, values: bool) -> Found:
+    """Compare one leaf of a result; without `values` only shape, strides and dtype of tensors."""
     if not isinstance(expected, Tensor) or not isinstance(got, Tensor):
         same = type(expected) is type(got) and (expected == got or (expected != expected and got != got))
         if isinstance(expected, torch.device):
@@ -301,7 +303,7 @@ def _compare_runs(here: _Run, there: _Run, device: str, *, values: bool) -> Foun
             if isinstance(other, Tensor) and kind != "inputs" and other.device.type != torch.device(device).type:
                 found = Found("differs", f"is on {other.device}")
             else:
-                found = _compare_leaves(one, other, values=values or kind == "gradients")
+                found = compare_values(one, other, values=values or kind == "gradients")
             if found.rank > worst.rank:
                 worst = Found(found.verdict, f"{kind}[{position}]: {found.detail}", found.difference)
     return worst
@@ -318,14 +320,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="file of JSON lines; an existing one is continued")
     parser.add_argument("--device", default="neuron", help="the device that is compared with the CPU")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="sample inputs an entry, at most")
+    parser.add_argument("--only", nargs="+", metavar="ENTRY", help="these entries instead of all")
+    parser.add_argument("--crashed", metavar="HOW", help="write the next entry down as a crash, instead of running it")
     parser.add_argument("--dtype", help="this dtype only; otherwise float32, or the first that an entry has")
     chosen = parser.parse_args(arguments)
     torch.empty(0, device=chosen.device)  # no such device: say so once, not in every entry
     dtypes = (getattr(torch, chosen.dtype),) if chosen.dtype else DTYPES
     known = entries()
+    if chosen.only:
+        by_name = {name_of(entry): entry for entry in known}
+        known = [by_name[name] for name in chosen.only]
     done = len(list(read(chosen.out))) if chosen.out.exists() else 0
     with warnings.catch_warnings(), chosen.out.open("a", encoding="utf-8") as out:
         warnings.simplefilter("ignore")
+        if chosen.crashed:
+            out.write(Outcome(name_of(known[done]), "crashes", chosen.crashed).to_json() + "\n")
+            done += 1
         for entry in known[done:]:
             out.write(compare(entry, device=chosen.device, samples=chosen.samples, dtypes=dtypes).to_json() + "\n")
             out.flush()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.neuron.operator_database import Outcome, compare, entries, name_of, read
+from tests.neuron.operator_database import Outcome, compare_values, read
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "operators.md"
@@ -79,16 +79,21 @@ COMMON = (
 )
 
 
-@pytest.fixture(scope="module")
-def database() -> dict[str, object]:
-    return {name_of(entry): entry for entry in entries()}
-
-
 @on_neuron
-@pytest.mark.filterwarnings("ignore")
-def test_common_operators_give_the_results_and_gradients_of_the_cpu(database: dict[str, object]) -> None:
-    outcomes = [compare(database[name], samples=2) for name in COMMON]
+def test_common_operators_give_the_results_and_gradients_of_the_cpu(tmp_path: Path) -> None:
+    outcomes = _sweep(tmp_path / "outcomes.jsonl", "--samples", "2", "--only", *COMMON)
+    assert [outcome.name for outcome in outcomes] == list(COMMON)
     assert all(outcome.verdict == "equal" and outcome.samples for outcome in outcomes), _lines(outcomes)
+
+
+def test_a_device_is_seen_to_differ_when_it_does() -> None:
+    right, wrong = torch.tensor([1.0, 2.0, float("nan")]), torch.tensor([1.0, 2.5, float("nan")])
+    assert compare_values(right, right.clone(), values=True).verdict == "equal"
+    assert compare_values(right, right + 1e-6, values=True).verdict == "close"
+    assert compare_values(right, wrong, values=True).verdict == "differs"
+    assert compare_values(right, right.double(), values=True).verdict == "differs"
+    assert compare_values(right.repeat(2, 1), right.repeat(2, 1).t().contiguous().t(), values=True).verdict == "differs"
+    assert compare_values(right, wrong, values=False).verdict == "equal"
 
 
 @pytest.mark.slow
@@ -97,7 +102,8 @@ def test_common_operators_give_the_results_and_gradients_of_the_cpu(database: di
 def test_the_operator_database_gives_the_results_and_gradients_of_the_cpu(
     dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = _sweep(tmp_path / "outcomes.jsonl", dtype)
+    only = [] if dtype == "float32" else ["--dtype", dtype]
+    outcomes = _sweep(tmp_path / "outcomes.jsonl", "--samples", "100000", *only)
     counts = collections.Counter(outcome.verdict for outcome in outcomes)
     compared = [outcome for outcome in outcomes if outcome.verdict != "excluded"]
     share = counts["equal"] / len(compared)
@@ -140,19 +146,11 @@ def _lines(outcomes: Iterable[Outcome]) -> str:
     return "\n".join(f"{o.name}: {o.verdict}: {o.detail}" for o in outcomes if o.verdict != "equal")
 
 
-def _sweep(path: Path, dtype: str) -> list[Outcome]:
-    """All entries and samples, in a process of their own; an entry that kills it is written down as a crash, and the sweep goes on behind it."""
-    names = [name_of(entry) for entry in entries()]
-    command = [sys.executable, "-m", "tests.neuron.operator_database", "--out", str(path), "--samples", "100000"]
-    if dtype != "float32":
-        command += ["--dtype", dtype]
-    path.touch()
-    while (done := len(list(read(path)))) < len(names):
-        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if (reached := len(list(read(path)))) < len(names):
-            assert process.returncode < 0, process.stderr[-2000:]
-            with path.open("a", encoding="utf-8") as out:
-                out.write(
-                    Outcome(names[reached], "crashes", f"signal {-process.returncode}, behind {done}").to_json() + "\n"
-                )
+def _sweep(path: Path, *options: str) -> list[Outcome]:
+    """The operator database in a process of its own; an entry that kills it is written down as a crash, and the sweep goes on behind it."""
+    command = [sys.executable, "-m", "tests.neuron.operator_database", "--out", str(path), *options]
+    crashed: list[str] = []
+    while (process := subprocess.run([*command, *crashed], cwd=ROOT, capture_output=True, text=True)).returncode:
+        assert process.returncode < 0, process.stderr[-2000:]
+        crashed = ["--crashed", f"signal {-process.returncode}"]
     return list(read(path))
