@@ -1,6 +1,6 @@
 """torch's operator database gives the CPU's results and gradients on `neuron`.
 
-Fifty common operators with two samples each run always; every entry with every sample, in float32 and in bfloat16, with `-m slow`: two to three minutes. What is not bit-equal has to be
+Fifty common operators with two samples each run always; every entry with every sample, in float32, bfloat16 and complex64, with `-m slow`: three to five minutes. What is not bit-equal has to be
 exactly what docs/operators.md lists, with its reason.
 """
 
@@ -21,6 +21,7 @@ from tests.neuron.operator_database import Outcome, compare_values, read
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "operators.md"
 LEAST_EQUAL = 0.98
+DTYPES = ("float32", "bfloat16", "complex64")
 
 on_neuron = pytest.mark.skipif(
     not hasattr(torch, "neuron"), reason="the neuron extension is not built: see `trellium env`"
@@ -98,7 +99,7 @@ def test_a_device_is_seen_to_differ_when_it_does() -> None:
 
 @pytest.mark.slow
 @on_neuron
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_operator_database_gives_the_results_and_gradients_of_the_cpu(
     dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +132,7 @@ def test_the_document_gives_a_reason_for_every_operator_it_lists() -> None:
     assert rows
     for name, dtypes, verdict, reason in rows:
         assert verdict in {"close", "differs", "fails"}, name
-        assert set(dtypes) <= {"float32", "bfloat16"}, name
+        assert set(dtypes) <= set(DTYPES), name
         assert len(reason) > 20, name
 
 
