@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 
 def test_import_torch_alone_brings_it_and_little_else(python):
@@ -241,3 +244,27 @@ def test_a_host_without_the_memory_says_so_in_the_same_error(python):
             assert torch.neuron.memory_allocated() == before
         """
     )
+
+
+def test_no_compiler_leaves_the_device_out_and_a_failing_one_fails(tmp_path):
+    project = Path(__file__).parents[2]
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(project / name, tmp_path / name)
+    shutil.copytree(project / "src/trellium/neuron/csrc", tmp_path / "src/trellium/neuron/csrc")
+    shutil.copy(project / "src/trellium/__init__.py", tmp_path / "src/trellium/__init__.py")
+
+    def build(compiler: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext"],
+            cwd=tmp_path,
+            env={**os.environ, "CXX": compiler},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    without = build("no-such-compiler")
+    assert without.returncode == 0
+    assert without.stderr.count("no C++ compiler found") == 1
+    assert build("false").returncode != 0
+    assert not list(tmp_path.rglob("_C.*.so"))

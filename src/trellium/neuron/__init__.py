@@ -2,7 +2,7 @@
 
 `import torch` loads it, through the `torch.backends` entry point: PrivateUse1 takes the name `neuron`, and `torch.neuron` appears with the
 vendor's names. Storage is host memory counted against the memory of each emulated core; every operator runs the CPU's kernel on an alias,
-without a copy (`csrc/kernels.cpp`). It takes about 20 ms of `import torch` and nothing afterwards.
+without a copy (`csrc/kernels.cpp`). It takes about 30 ms of `import torch` and nothing afterwards.
 
 It steps aside, silently, where something better is there (`unavailable_reason()` then says what): the vendor's own `torch_neuronx`,
 another backend on PrivateUse1, or a GPU, whose place as `torch.accelerator` it would take. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` is respected;

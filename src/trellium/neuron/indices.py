@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 
 from trellium.neuron import _C
 
-DeviceLike = torch.device | str | int | None
+DeviceLike: TypeAlias = torch.device | str | int | None
 
 
 def _get_device_index(device: DeviceLike = None, optional: bool = False, allow_cpu: bool = False) -> int:
@@ -26,12 +28,12 @@ def _get_device_index(device: DeviceLike = None, optional: bool = False, allow_c
         if not optional:
             raise ValueError("expected a neuron device with an index, got None")
         return _C.current_device()
-    device = torch.device(device)
-    if device.type == "cpu" and allow_cpu:
+    parsed = torch.device(device)
+    if parsed.type == "cpu" and allow_cpu:
         return -1
-    if device.type != "neuron":
-        raise ValueError(f"expected a neuron device, got {device}")
-    return _C.current_device() if device.index is None else device.index
+    if parsed.type != "neuron":
+        raise ValueError(f"expected a neuron device, got {parsed}")
+    return _C.current_device() if parsed.index is None else parsed.index
 
 
 def valid_index(device: DeviceLike = None) -> int:

@@ -162,7 +162,6 @@ def _present_torch_neuronx(device_module: types.ModuleType) -> None:
     spec = importlib.machinery.ModuleSpec("torch_neuronx", loader=None, origin="emulated by trellium", is_package=True)
     module.__spec__ = spec
     module.__path__ = []  # a package with nothing on disk
-    module.__version__ = "0+emulated.by.trellium"
-    module.utils = device_module.utils
+    vars(module).update(__version__="0+emulated.by.trellium", utils=device_module.utils)
     sys.modules["torch_neuronx"] = module
     sys.modules["torch_neuronx.utils"] = device_module.utils

@@ -43,7 +43,7 @@ def install() -> None:
     for module in list(sys.modules.values()):
         # `__dict__`, not getattr: lazy modules must not be woken.
         if getattr(module, "__dict__", {}).get("safe_open") is original and module.__name__ != original.__module__:
-            module.safe_open = safe_open
+            vars(module)["safe_open"] = safe_open
 
 
 def _translated(device: Any) -> Any:

@@ -26,6 +26,8 @@ namespace {
 struct Core {
   std::mutex mutex;
   Usage usage;
+  std::atomic<bool> used{false};
+  std::atomic<int64_t> held{0};  // usage.bytes.current, for those who only look
   Block live;  // the list's sentinel
   Core() {
     live.previous = live.next = &live;
@@ -75,6 +77,13 @@ std::string described(c10::IntArrayRef shape, c10::ScalarType dtype) {
   }
   text << "]";
   return text.str();
+}
+
+// With the core's lock held.
+void count(Core& core, int64_t freed, int64_t taken) {
+  core.usage.bytes.decrease(static_cast<size_t>(freed));
+  core.usage.bytes.increase(static_cast<size_t>(taken));
+  core.held.store(core.usage.bytes.current, std::memory_order_relaxed);
 }
 
 void link(Core& core, Block* block) {
@@ -138,13 +147,14 @@ void unlink(Block* block) {
 void admit(Block* block, c10::IntArrayRef sizes, bool has_shape) {
   Process& p = process();
   Core& core = p.core[block->core];
-  if (C10_UNLIKELY(!p.used.load(std::memory_order_relaxed))) {
+  if (C10_UNLIKELY(!core.used.load(std::memory_order_relaxed))) {
+    core.used.store(true);
     p.used.store(true);
   }
   {
     std::lock_guard<std::mutex> lock(core.mutex);
     if (C10_LIKELY(static_cast<size_t>(core.usage.bytes.current) + block->nbytes <= p.bytes_per_core)) {
-      core.usage.bytes.increase(block->nbytes);
+      count(core, 0, static_cast<int64_t>(block->nbytes));
       core.usage.blocks.increase(1);
       link(core, block);
       return;
@@ -350,13 +360,9 @@ int exchange_core(int core) {
 }
 
 void check_room(int index, size_t nbytes) {
-  Process& p = process();
-  bool fits;
-  {
-    std::lock_guard<std::mutex> lock(p.core[index].mutex);
-    fits = static_cast<size_t>(p.core[index].usage.bytes.current) + nbytes <= p.bytes_per_core;
-  }
-  if (C10_UNLIKELY(!fits)) {
+  const Process& p = process();
+  const auto held = static_cast<size_t>(p.core[index].held.load(std::memory_order_relaxed));
+  if (C10_UNLIKELY(held + nbytes > p.bytes_per_core)) {
     out_of_memory(index, nbytes, ", inside an operator");
   }
 }
@@ -406,7 +412,7 @@ void free_block(void* context) {
   if (C10_LIKELY(!in_bad_fork())) {
     Core& core = process().core[block->core];
     std::lock_guard<std::mutex> lock(core.mutex);
-    core.usage.bytes.decrease(block->nbytes);
+    count(core, static_cast<int64_t>(block->nbytes), 0);
     core.usage.blocks.decrease(1);
     unlink(block);
   }
@@ -443,8 +449,7 @@ void refresh_storage(c10::StorageImpl* storage, Block* block) {
   if (nbytes != block->nbytes) {
     Core& core = process().core[block->core];
     std::lock_guard<std::mutex> lock(core.mutex);
-    core.usage.bytes.decrease(block->nbytes);
-    core.usage.bytes.increase(nbytes);
+    count(core, static_cast<int64_t>(block->nbytes), static_cast<int64_t>(nbytes));
     block->nbytes = nbytes;
     block->ndim = -1;
     storage->set_nbytes(nbytes);
@@ -491,6 +496,10 @@ Usage usage(int index) {
   Core& core = process().core[index];
   std::lock_guard<std::mutex> lock(core.mutex);
   return core.usage;
+}
+
+bool core_used(int index) {
+  return process().core[index].used.load(std::memory_order_relaxed);
 }
 
 void reset_peak(int index) {

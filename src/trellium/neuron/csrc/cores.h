@@ -66,8 +66,9 @@ inline Thread& enter_thread() {
 void configure(int cores, size_t bytes_per_core, std::string core_name, std::string instance);
 int core_count();
 size_t capacity();
-bool in_use();       // a neuron storage has been made in this process
-bool in_bad_fork();  // this process was forked from one where that was so
+bool in_use();              // a neuron storage has been made in this process
+bool core_used(int core);   // ... on this core
+bool in_bad_fork();         // this process was forked from one where that was so
 [[noreturn]] void refuse_fork();
 extern std::atomic<bool> bad_fork;
 

@@ -256,7 +256,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
     return core_count() > 0;
   }
   bool hasPrimaryContext(c10::DeviceIndex core) const override {
-    return in_use() && usage(checked_core(core)).blocks.allocated > 0;
+    return core_used(checked_core(core));
   }
   c10::DeviceIndex deviceCount() const override {
     return static_cast<c10::DeviceIndex>(core_count());
