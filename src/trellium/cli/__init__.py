@@ -34,6 +34,7 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "trellium.cli.demo", "fine-tune a real model on an emulated core, and check the result"),
     Command("sft", "trellium.cli.sft", "fine-tune a language model on your examples"),
+    Command("cache", "trellium.cli.cache", "the compiled graphs on disk: info, export, import, clear"),
     Command("env", "trellium.cli.env", "versions, accelerators, and what of them is emulated"),
     Command("neuron-ls", "trellium.cli.neuron_ls", "the Neuron devices of this machine and their cores"),
 )

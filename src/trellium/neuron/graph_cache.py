@@ -30,6 +30,7 @@ import hashlib
 import logging
 import os
 import pickle
+import re
 import shutil
 import socket
 import sys
@@ -44,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Of an entry; another is another name, so that versions of Trellium do not meet in one file."""
+
+SIZE_BOUND = ("NEURON_COMPILATION_CACHE_MAX_SIZE_MB", 10240)
+ENTRY_BOUND = ("NEURON_COMPILATION_CACHE_MAX_ENTRIES", 0)
+"""The limits' variables and their defaults."""
 
 _MARK = b"trellium neuron graph\n"
 _SUFFIX = ".graph"
@@ -128,7 +133,7 @@ def read(path: Path) -> bytes | None:
     """
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     head = len(_MARK) + 32
     if not data.startswith(_MARK) or len(data) < head:
@@ -167,8 +172,8 @@ def note_hit(path: Path) -> None:
 
 def keep_within_bounds(keep: Path) -> int:
     """Remove the entries longest unused while there are too many bytes or entries; returns how many were."""
-    most_bytes = bound("NEURON_COMPILATION_CACHE_MAX_SIZE_MB", 10240) * 2**20
-    most_entries = bound("NEURON_COMPILATION_CACHE_MAX_ENTRIES", 0)
+    most_bytes = bound(*SIZE_BOUND) * 2**20
+    most_entries = bound(*ENTRY_BOUND)
     known = entries(keep.parent)
     nbytes = sum(entry.nbytes for entry in known)
     if not (most_bytes and nbytes > most_bytes) and not (most_entries and len(known) > most_entries):
@@ -184,6 +189,66 @@ def keep_within_bounds(keep: Path) -> int:
             nbytes, count, removed = nbytes - entry.nbytes, count - 1, removed + 1
     logger.info("%d cached graphs were removed to stay within the cache's bounds", removed)
     return removed
+
+
+def clear() -> int:
+    """Remove all entries, half-written ones too; returns how many there were."""
+    known = entries()
+    for entry in known:
+        remove(entry.path)
+    for part in store_folder().glob(f"*{_SUFFIX}{_PART}*"):
+        part.unlink(missing_ok=True)
+    return len(known)
+
+
+def export_entries(archive: Path) -> int:
+    """Write all sound entries into one file, which `import_entries` and `torch.compiler.load_cache_artifacts` read; returns how many."""
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheArtifact
+    from torch.compiler._cache import CacheArtifactManager
+
+    artifacts = []
+    for entry in entries():
+        try:
+            content = read(entry.path)
+        except CacheError as error:
+            logger.warning("the cached graph %s is damaged (%s) and left out", entry.path, error)
+            continue
+        if content is not None:
+            artifacts.append(AOTAutogradCacheArtifact(entry.name, content))
+    with CacheArtifactManager.with_fresh_cache():
+        for artifact in artifacts:
+            CacheArtifactManager.record_artifact(artifact.type(), artifact.key, artifact.content)
+        serialized = CacheArtifactManager.serialize()
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    archive.write_bytes(serialized[0] if serialized is not None else b"")
+    return len(artifacts)
+
+
+def import_entries(archive: Path) -> int:
+    """Take the graphs of an archive into the store; returns how many. Only from people you trust: entries are pickles.
+
+    Raises:
+        CacheError: not an archive of `export_entries` or `torch.compiler.save_cache_artifacts`.
+    """
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheArtifact
+    from torch.compiler._cache import _deserialize_single_cache
+    from torch.utils._appending_byte_serializer import AppendingByteSerializer
+
+    data = archive.read_bytes()
+    try:
+        artifacts = dict(AppendingByteSerializer.to_list(data, deserialize_fn=_deserialize_single_cache))
+    except Exception as error:  # whatever the serializer meets
+        raise CacheError(
+            f"{archive} is not an archive of compiled graphs. `trellium cache export` and torch.compiler.save_cache_artifacts write one."
+        ) from error
+    ours = [
+        artifact
+        for artifact in artifacts.get(AOTAutogradCacheArtifact.type(), [])
+        if re.fullmatch(r"[0-9a-f]{12}-\w+", artifact.key)  # torch's own, of other devices, have no fingerprint
+    ]
+    for artifact in ours:
+        write(store_folder() / (artifact.key + _SUFFIX), artifact.content)
+    return len(ours)
 
 
 def remove_half_written(path: Path) -> bool:
@@ -344,6 +409,7 @@ class _Compilation:
     def __init__(self) -> None:
         self.path: Path | None = None
         self.outcome = "bypass"  # until the graph has a key
+        self.torch_folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         self._lock: Any = None
 
     def lock(self, name: str) -> None:
@@ -395,6 +461,13 @@ def compiling() -> Iterator[_Compilation]:
         _current.compilation = outer
 
 
+def note_compiling() -> None:
+    """The graph is being compiled after all: an entry that was found could not be used."""
+    compilation = _current.compilation
+    if compilation is not None and compilation.outcome == "hit":
+        condemn(CacheError("torch could not use it"))
+
+
 def condemn(error: BaseException) -> None:
     """The entry that is being loaded cannot be used: remove it and say so. The graph is then compiled again."""
     compilation = _current.compilation
@@ -433,9 +506,16 @@ def _look_up(key: str) -> tuple[Any, bytes] | None:
 
 
 def _load(path: Path) -> tuple[Any, bytes] | None:
+    from torch._functorch._aot_autograd.aot_autograd_result import BundledAOTAutogradResult
+
     try:
         content = read(path)
-        return None if content is None else (pickle.loads(content), content)
+        if content is None:
+            return None
+        entry = pickle.loads(content)
+        if not isinstance(entry, BundledAOTAutogradResult):
+            raise CacheError(f"it holds a {type(entry).__name__}")
+        return entry, content
     except Exception as error:  # whatever a damaged pickle raises
         _say_and_remove(path, str(error) if isinstance(error, CacheError) else f"{type(error).__name__}: {error}")
         return None
@@ -443,13 +523,11 @@ def _load(path: Path) -> tuple[Any, bytes] | None:
 
 def _adopt(path: Path) -> tuple[Any, bytes] | None:
     """An entry that `torch.compiler.load_cache_artifacts` has put into torch's own folder, taken over."""
-    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    scratch = os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
-    try:
-        folder = Path(AOTAutogradCache._get_tmp_dir_for_key(path.name.removesuffix(_SUFFIX)))
-    finally:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch
+    compilation = _current.compilation
+    assert compilation is not None
+    folder = Path(compilation.torch_folder or default_cache_dir()) / "aotautograd" / path.name.removesuffix(_SUFFIX)
     for file in sorted(folder.glob("[0-9a-z]*")) if folder.is_dir() else ():
         write(path, file.read_bytes())
         return _load(path)

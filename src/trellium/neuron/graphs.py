@@ -168,6 +168,7 @@ def refuse_host_inputs(example_inputs: Sequence[Any]) -> None:
 
 def compile_for_host(graph: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> OutputCode:
     """Inductor's inner compiler, for a graph on `neuron`: rewrite it for the host, compile, put a gate around it."""
+    graph_cache.note_compiling()
     results = next(iter(reversed(graph.graph.nodes))).args[0]
     cores = tuple(core_of(node.meta.get("val") if isinstance(node, fx.Node) else None) for node in results)
     random_core = core_of_random_numbers(graph)

@@ -11,6 +11,7 @@
 #include "kernels.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
@@ -702,6 +703,15 @@ at::Tensor& count_bins_out(const at::Tensor& self, int64_t bins, const at::Scala
   return out.copy_(result);
 }
 
+// A CPU tensor with a tensor's geometry, for questions that read no element.
+at::Tensor without_memory(const at::Tensor& tensor) {
+  const c10::TensorImpl* source = tensor.unsafeGetTensorImpl();
+  c10::Storage nothing(c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, c10::Device(c10::kCPU)));
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(nothing), kHostKeys, source->dtype());
+  copy_geometry(impl.get(), source);
+  return at::Tensor(std::move(impl));
+}
+
 int64_t fused_sdp_choice(
     const at::Tensor& query,
     const at::Tensor& key,
@@ -713,12 +723,18 @@ int64_t fused_sdp_choice(
     bool grouped) {
   // The choice also depends on whether gradients will be wanted, which an alias does not know.
   const auto alias = [](const at::Tensor& tensor) {
-    at::Tensor host = host_alias(tensor);
+    // While a graph is traced, tensors have a geometry and no memory.
+    at::Tensor host = tensor.storage().device_type() == kNeuron ? host_alias(tensor) : without_memory(tensor);
     if (tensor.requires_grad()) {
       host.set_requires_grad(true);
     }
     return host;
   };
+  for (const at::Tensor* tensor : {&query, &key, &value}) {
+    if (tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+      return static_cast<int64_t>(at::SDPBackend::math);  // traced with symbols, which no graph for this device may have
+    }
+  }
   std::optional<at::Tensor> host_mask;
   if (mask.has_value() && mask->defined()) {
     host_mask = on_neuron(*mask) ? alias(*mask) : *mask;
