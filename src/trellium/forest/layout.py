@@ -22,7 +22,9 @@ def chains(sequences: Ordered[Sequence], *, pad_token_id: int, multiple: int = 1
     Args:
         sequences: the rows, in order; each of at least one token. A sequence may train nothing.
         pad_token_id: the token behind each sequence; any valid one serves, nothing attends to it or learns from it.
-        multiple: `L` and `E` are rounded up to a multiple of this. `E` is at least 1, filled up by edges of weight 0.
+        multiple: `L` is rounded up to a multiple of this. Above 1, shapes are meant to be few, so `E` follows from them: all `R · L` places, or half of
+            them, or a quarter … as many as are needed, and a multiple still: a graph or two for each `L`, for at most twice the edges. At 1, `E` is
+            what there is. It is at least 1, filled up by edges of weight 0.
 
     Returns:
         The batch; edges in the order of rows, then of positions.
@@ -50,7 +52,7 @@ def chains(sequences: Ordered[Sequence], *, pad_token_id: int, multiple: int = 1
     trained[:, 0] = False  # nothing stands before it to predict it
     target_row, target_place = trained.nonzero()
     edges = len(target_row)
-    size = _round_up(max(edges, 1), multiple)
+    size = max(edges, 1) if multiple == 1 else _few_sizes(edges, rows * width, multiple)
     edge_position = np.zeros(size, dtype=np.int64)
     edge_target = np.zeros(size, dtype=np.int64)
     edge_weight = np.zeros(size, dtype=np.float32)
@@ -66,6 +68,13 @@ def chains(sequences: Ordered[Sequence], *, pad_token_id: int, multiple: int = 1
         edge_weight=torch.from_numpy(edge_weight),
         real_tokens=torch.tensor(int(lengths.sum())),
     )
+
+
+def _few_sizes(needed: int, places: int, multiple: int) -> int:
+    """`places`, halved as long as `needed` still fit and it stays a multiple."""
+    while places % (2 * multiple) == 0 and places // 2 >= needed:
+        places //= 2
+    return places
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -1,8 +1,8 @@
 """How fast a run goes and how much memory it took.
 
 Three counts of tokens are kept apart, because only the first is what a user has: *real* tokens of the data, *forwarded* ones (with padding), and *trained*
-ones (targets of the loss). Seconds spent in evaluation and saving are left out. Times are those of the host's clock: on an emulated device
-they say nothing of a chip.
+ones (targets of the loss). Seconds spent in evaluation and saving are left out. The *steady* rate also leaves out the steps in which the ledger recorded a
+compilation: by record, not by skipping the first few. Times are those of the host's clock: on an emulated device they say nothing of a chip.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator
 
 import torch
+
+from trellium.monitor import ledger
 
 
 class ThroughputMeter:
@@ -28,6 +30,7 @@ class ThroughputMeter:
         self._device = torch.device(device)
         self._clock = clock
         self._paused_seconds = 0.0
+        self._step_began = clock()
         self.restart()
 
     def restart(self) -> None:
@@ -35,6 +38,19 @@ class ThroughputMeter:
         self._started = self._clock()
         self._paused_seconds = 0.0
         self._forwarded = 0
+        self._steady_seconds = 0.0
+
+    def step_begins(self) -> None:
+        """An optimizer step begins."""
+        self._step_began = self._clock()
+
+    def step_ends(self) -> bool:
+        """The step ends; whether it was steady, i.e. nothing was compiled in it by the ledger's record."""
+        ended = self._clock()
+        steady = not ledger.compiled_between(self._step_began, ended)
+        if steady:
+            self._steady_seconds += ended - self._step_began
+        return steady
 
     def forwarded(self, tokens: int) -> None:
         """Count tokens that went through the model, padding included. Known on the host from the shape: waits for nothing."""
@@ -49,21 +65,25 @@ class ThroughputMeter:
         finally:
             self._paused_seconds += self._clock() - began
 
-    def read(self, *, real: int, trained: int, processes: int = 1) -> dict[str, float]:
+    def read(self, *, real: int, trained: int, steady: int = 0, processes: int = 1) -> dict[str, float]:
         """Rates since the last reading, which then starts anew, and peak memory since the process started.
 
         Args:
             real: tokens that are not padding, over all processes.
+            steady: of these, the ones of steady steps.
             trained: targets of the loss, over all processes.
             processes: how many processes forwarded as many tokens as this one.
 
         Returns:
-            `tokens_per_second`, `forwarded_tokens_per_second`, `trained_tokens_per_second`, `peak_memory_gib`.
+            `tokens_per_second`, `forwarded_tokens_per_second`, `trained_tokens_per_second`, `peak_memory_gib`, and, if a step was steady,
+            `steady_tokens_per_second`.
         """
         seconds = max(self._clock() - self._started - self._paused_seconds, 1e-9)
-        forwarded = self._forwarded * processes
+        forwarded, steady_seconds = self._forwarded * processes, self._steady_seconds
         self.restart()
+        steady_rate = {"steady_tokens_per_second": round(steady / steady_seconds, 2)} if steady_seconds else {}
         return {
+            **steady_rate,
             "tokens_per_second": round(real / seconds, 2),
             "forwarded_tokens_per_second": round(forwarded / seconds, 2),
             "trained_tokens_per_second": round(trained / seconds, 2),

@@ -18,13 +18,14 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trellium.errors import ConfigError, DatasetError, ModelError
 from trellium.forest.collate import ForestCollator
 from trellium.models.loading import load_model, load_tokenizer
 from trellium.models.scoring import ScoreOutput, install_scores
+from trellium.monitor import ledger
 from trellium.monitor.metrics import MetricSink
 from trellium.monitor.throughput import ThroughputMeter
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
@@ -121,6 +122,7 @@ class BaseTrainer(Trainer):
             )
         self.throughput = ThroughputMeter(args.device)
         self._start_counting({})
+        self.add_callback(_StepTimes(self))
 
     # ---- what a method defines ----
 
@@ -260,6 +262,7 @@ class BaseTrainer(Trainer):
             sink.add_mean("aux_loss", scores.aux_loss, torch.ones_like(scores.aux_loss))
         if mode == "train":
             sink.add_count("num_tokens", inputs["real_tokens"])
+            self._step_tokens.append(inputs["real_tokens"])
             sink.add_count("trained_tokens", (inputs["edge_weight"] > 0).sum())
             self.throughput.forwarded(inputs["input_ids"].numel())
 
@@ -282,7 +285,16 @@ class BaseTrainer(Trainer):
         self._sinks = {mode: MetricSink(self.args.device) for mode in ("train", "eval")}
         self._counts_before = counts_before
         self._counts_logged = dict(counts_before)
+        self._step_tokens: list[Tensor] = []
+        self._compiled_before = ledger.mark()
         self.throughput.restart()
+
+    def step_ended(self) -> None:
+        """Count the tokens of an optimizer step that compiled nothing for the steady rate."""
+        steady = self.throughput.step_ends()
+        tokens, self._step_tokens = self._step_tokens, []
+        for count in tokens:
+            self._sinks["train"].add_count("steady_tokens", count if steady else torch.zeros_like(count))
 
     def _reduce(self) -> Callable[[Tensor], Tensor] | None:
         if self.accelerator.num_processes == 1:
@@ -306,9 +318,13 @@ class BaseTrainer(Trainer):
                 self.throughput.read(
                     real=since.get("num_tokens", 0),
                     trained=since.get("trained_tokens", 0),
+                    steady=since.get("steady_tokens", 0),
                     processes=self.accelerator.num_processes,
                 )
             )
+            compiled = ledger.metrics(self._compiled_before)
+            if compiled["compile/graphs"]:
+                logs.update(compiled)
         super().log(logs, start_time)
 
     def evaluate(
@@ -377,6 +393,19 @@ class BaseTrainer(Trainer):
         """Write a short README.md beside the weights: from what, by which method, how to load it."""
         folder = output_dir or self.args.output_dir
         write_model_card(folder, self.method, _name_of(self.model), adapter=is_adapted(self.model))
+
+
+class _StepTimes(TrainerCallback):
+    """Tells the trainer's meter when an optimizer step begins and ends."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.throughput.step_begins()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.step_ended()
 
 
 def _name_of(model: Any) -> str:

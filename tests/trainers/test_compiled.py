@@ -1,0 +1,41 @@
+"""A trainer whose model is compiled: the same losses, and a record of what was compiled in its logs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.trainers.tiny_runs import losses, tiny_trainer, token_rows
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_steps_that_compiled_are_left_out_of_the_steady_rate_and_counted(tmp_path):
+    rows = token_rows(8, shortest=12, longest=12).map(lambda row: {"labels": row["input_ids"]})  # one shape
+    options = {"train_dataset": rows, "gradient_checkpointing": False, "per_device_train_batch_size": 2}
+    plain = tiny_trainer(tmp_path / "plain", **options)
+    plain.train()
+    compiled = tiny_trainer(
+        tmp_path / "compiled", torch_compile=True, torch_compile_backend="aot_eager", pad_to_multiple_of=4, **options
+    )
+    compiled.train()
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
+    logged = [entry for entry in compiled.state.log_history if "loss" in entry]
+    assert logged[0]["compile/graphs"] >= 2  # forward and backward
+    assert logged[0]["compile/seconds"] > 0
+    assert "steady_tokens_per_second" not in logged[0]
+    assert logged[-1]["compile/graphs"] == logged[0]["compile/graphs"]
+    assert logged[-1]["steady_tokens_per_second"] > 0
+
+
+def test_without_compilation_every_step_is_steady_and_nothing_more_is_logged(tmp_path):
+    trainer = tiny_trainer(tmp_path, train_dataset=token_rows(8))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(entry["steady_tokens_per_second"] >= entry["tokens_per_second"] for entry in logged)
+    assert not [name for entry in logged for name in entry if name.startswith("compile/")]
