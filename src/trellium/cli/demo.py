@@ -69,7 +69,7 @@ def register(subparsers: Any) -> None:
         "--steps", type=int, default=10, help=f"optimizer steps of {BATCH_ROWS} rows (default: %(default)s)"
     )
     parser.add_argument(
-        "--output-dir", default="runs/demo", help="where the checkpoint is saved (default: %(default)s)"
+        "--output_dir", "--output-dir", default="runs/demo", help="where the checkpoint is saved (default: %(default)s)"
     )
     parser.add_argument(
         "--device", help="neuron, cpu, cuda ... (default: neuron where it is, else what this machine has)"
@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         TrelliumError: the device asked for, or the bundled model, is not there.
     """
     began = time.perf_counter()
+    # Read when torch is loaded. Threads that wait for others by spinning take the cores from them on a machine that is not idle.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if args.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {args.steps}")
     say = _speaker(sys.stderr if args.json else sys.stdout)
