@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import os
 import shutil
@@ -9,85 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 
-def test_import_torch_alone_brings_it_and_little_else(python):
-    out = python(
-        """
-        import sys, torch
-        assert torch.ones(2, device="neuron").sum().item() == 2
-        heavy = {"transformers", "accelerate", "datasets", "peft", "rich", "trellium.trainers", "trellium.ops", "torch._dynamo"}
-        print(sorted(heavy & set(sys.modules)))
-        """
-    )
-    assert out == "[]"
-
-
-def test_without_autoload_it_stays_away_until_it_is_called(python):
-    python(
-        """
-        import torch, trellium.neuron
-        assert not hasattr(torch, "neuron")
-        assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in trellium.neuron.unavailable_reason()
-        assert trellium.neuron.load() is None
-        assert torch.ones(2, device="neuron").sum().item() == 2
-        """,
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
-
-
-def test_it_steps_aside_for_the_vendor_and_for_another_backend(python, tmp_path):
-    (tmp_path / "torch_neuronx").mkdir()
-    (tmp_path / "torch_neuronx" / "__init__.py").write_text("real = True\n")
-    python(
-        """
-        import torch, trellium.neuron
-        assert not hasattr(torch, "neuron")
-        assert "vendor's torch_neuronx is installed" in trellium.neuron.unavailable_reason(), trellium.neuron.unavailable_reason()
-        import torch_neuronx
-        assert torch_neuronx.real
-        assert torch.accelerator.current_accelerator() is None
-        """,
-        PYTHONPATH=str(tmp_path),
-    )
-    python(
-        """
-        import torch, trellium.neuron
-        torch.utils.rename_privateuse1_backend("another")
-        assert "'another' has it already" in trellium.neuron.load()
-        """,
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
-
-
-def test_a_wrong_build_or_machine_is_refused_with_a_reason_and_torch_still_works(python):
-    python(
-        """
-        import importlib.machinery, json, sys, tempfile
-        from pathlib import Path
-        import torch
-        from trellium.neuron import presence
-
-        folder = Path(tempfile.mkdtemp())
-        presence.__file__ = str(folder / "presence.py")
-        assert "C++17 compiler" in presence._extension_mismatch() and "pip install" in presence._extension_mismatch()
-        (folder / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").touch()
-        assert "not known which torch" in presence._extension_mismatch()
-        (folder / "_built_for.json").write_text(json.dumps({"torch": "2.12.0", "torch_git": "x", "python": "y"}))
-        reason = presence._extension_mismatch()
-        assert "built for torch 2.12.0, here " + torch.__version__ in reason and "pip install" in reason
-        """,
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )
-    python(
-        """
-        import torch, trellium.neuron
-        assert not hasattr(torch, "neuron")
-        assert "trn9" in trellium.neuron.unavailable_reason()
-        assert torch.ones(2).sum().item() == 2
-        """,
-        TRELLIUM_NEURON_INSTANCE="trn9.large",
-    )
-
+from trellium.neuron import presence
 
 FORK = """
 import os, sys, torch
@@ -108,6 +33,85 @@ def backward(device):
     (x * 2).sum().backward()
     assert x.grad.tolist() == [2, 2]
 """
+
+
+def test_import_torch_alone_brings_it_and_little_else(python):
+    out = python(
+        """
+        import sys, torch
+        assert torch.ones(2, device="neuron").sum().item() == 2
+        heavy = {"transformers", "accelerate", "datasets", "peft", "rich", "trellium.trainers", "trellium.ops", "torch._dynamo"}
+        print(sorted(heavy & set(sys.modules)))
+        """
+    )
+    assert out == "[]"
+
+
+def test_asking_for_the_reason_first_brings_torch_and_the_device(python):
+    python(
+        "import trellium.neuron; assert trellium.neuron.unavailable_reason() is None and trellium.neuron.is_emulated()"
+    )
+
+
+def test_without_autoload_it_stays_away_until_it_is_called(python):
+    python(
+        FORK
+        + """
+import trellium.neuron
+
+def another_backend():
+    torch.utils.rename_privateuse1_backend("another")
+    assert "'another' has it already" in trellium.neuron.load()
+
+assert not hasattr(torch, "neuron")
+assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in trellium.neuron.unavailable_reason()
+assert child(another_backend) == 0
+assert trellium.neuron.load() is None
+assert torch.ones(2, device="neuron").sum().item() == 2
+""",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+
+
+def test_it_steps_aside_for_the_vendor(python, tmp_path):
+    (tmp_path / "torch_neuronx").mkdir()
+    (tmp_path / "torch_neuronx" / "__init__.py").write_text("real = True\n")
+    python(
+        """
+        import torch, trellium.neuron
+        assert not hasattr(torch, "neuron")
+        assert "vendor's torch_neuronx is installed" in trellium.neuron.unavailable_reason(), trellium.neuron.unavailable_reason()
+        import torch_neuronx
+        assert torch_neuronx.real
+        assert torch.accelerator.current_accelerator() is None
+        """,
+        PYTHONPATH=str(tmp_path),
+    )
+
+
+def test_a_wrong_build_is_refused_with_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(presence, "__file__", str(tmp_path / "presence.py"))
+    reason = presence._extension_mismatch()
+    assert "no C++ compiler" in reason
+    assert "pip install" in reason
+    (tmp_path / f"_C{importlib.machinery.EXTENSION_SUFFIXES[0]}").touch()
+    assert "not known which torch" in presence._extension_mismatch()
+    (tmp_path / "_built_for.json").write_text(json.dumps({"torch": "2.12.0", "torch_git": "x", "python": "y"}))
+    reason = presence._extension_mismatch()
+    assert f"built for torch 2.12.0, here {torch.__version__}" in reason
+    assert "pip install" in reason
+
+
+def test_a_machine_that_cannot_be_leaves_torch_working(python):
+    python(
+        """
+        import torch, trellium.neuron
+        assert not hasattr(torch, "neuron")
+        assert "trn9" in trellium.neuron.unavailable_reason()
+        assert torch.ones(2).sum().item() == 2
+        """,
+        TRELLIUM_NEURON_INSTANCE="trn9.large",
+    )
 
 
 def test_fork_before_use_is_fine_and_after_use_is_refused_with_advice(python):
@@ -174,28 +178,27 @@ if __name__ == "__main__":
 
 
 def test_a_process_of_torchrun_works_on_the_core_of_its_rank(python):
-    out = python(
-        """
-        import json, threading, torch
-        seen = [torch.neuron.current_device(), torch.ones(1, device="neuron").device.index]
-        thread = threading.Thread(target=lambda: seen.append(torch.neuron.current_device()))
-        thread.start(); thread.join()
-        print(json.dumps(seen))
-        """,
-        LOCAL_RANK="2",
-    )
-    assert json.loads(out) == [2, 2, 2]
     python(
-        """
-        import torch
-        try:
-            torch.neuron.current_device()
-        except RuntimeError as error:
-            assert "Logical Neuron Core(s) not available" in str(error) and "LOCAL_RANK is 7" in str(error)
-        else:
-            raise AssertionError("not refused")
-        """,
-        LOCAL_RANK="7",
+        FORK
+        + """
+import threading
+
+def no_such_core():
+    os.environ["LOCAL_RANK"] = "7"
+    try:
+        torch.neuron.current_device()
+    except RuntimeError as error:
+        assert "Logical Neuron Core(s) not available" in str(error) and "LOCAL_RANK is 7" in str(error)
+    else:
+        raise AssertionError("not refused")
+
+assert child(no_such_core) == 0
+seen = [torch.neuron.current_device(), torch.ones(1, device="neuron").device.index]
+thread = threading.Thread(target=lambda: seen.append(torch.neuron.current_device()))
+thread.start(); thread.join()
+assert seen == [2, 2, 2], seen
+""",
+        LOCAL_RANK="2",
     )
 
 

@@ -43,13 +43,14 @@ def load() -> str | None:
 
 
 def unavailable_reason() -> str | None:
-    """Why the emulated device is not there, with the way to get it; None when it is."""
+    """Why the emulated device is not there, with the way to get it; None when it is. Imports torch, which brings the device."""
+    importlib.import_module("torch")
     return _reason
 
 
 def is_emulated() -> bool:
-    """Whether `torch.neuron` is this emulation."""
-    return _reason is None
+    """Whether `torch.neuron` is this emulation. Imports torch, which brings the device."""
+    return unavailable_reason() is None
 
 
 def _autoload() -> None:

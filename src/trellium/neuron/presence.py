@@ -58,11 +58,6 @@ def take_the_name() -> str | None:
         contract.install()
     except ValueError as error:  # an environment variable that cannot be; an InstanceError is one
         return str(error)
-    if instance.cores > _MAX_CORES:
-        return (
-            f"{instance.instance_type} shows {instance.cores} cores, and torch numbers at most {_MAX_CORES} devices in one process. "
-            "Show fewer with NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES."
-        )
     extension.initialize(
         cores=instance.cores,
         bytes_per_core=instance.hbm_bytes_per_core,
@@ -81,9 +76,6 @@ def take_the_name() -> str | None:
     # transformers' asynchronous loader hangs on the real device; the rest of what is set for users waits for the first graph (compile_settings).
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     return None
-
-
-_MAX_CORES = 127
 
 
 def _real_torch_neuronx() -> str | None:
@@ -114,8 +106,8 @@ def _extension_mismatch() -> str | None:
         if built:
             return f"the extension was built for another Python ({built[0].name}). Rebuild it: {INSTALL_HINT}"
         return (
-            "the extension was not built: there was no C++17 compiler, or the build could not see torch. Install a C++17 compiler "
-            f"and reinstall with `{INSTALL_HINT}`."
+            "the extension was not built: there was no C++ compiler, or the build could not see torch. Install a C++20 compiler "
+            f"(g++ 11 or newer, or clang++) and reinstall with `{INSTALL_HINT}`."
         )
     try:
         built_for = json.loads((folder / "_built_for.json").read_text())
