@@ -121,6 +121,61 @@ def test_flags_and_versions_are_part_of_the_name(folder, monkeypatch):
     assert len(graph_cache.entries()) == 3
 
 
+def test_an_operator_s_backward_is_part_of_the_name(folder, tmp_path):
+    source = """
+import torch
+
+@torch.library.custom_op("trellium_test::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+scaled.register_fake(lambda x: torch.empty_like(x))
+scaled.register_autograd(lambda ctx, grad: grad @ grad * FACTOR, setup_context=lambda ctx, inputs, output: None)
+"""
+    x = torch.eye(2, device="neuron", requires_grad=True)
+    gradients = []
+    for factor in ("1", "2", "2"):
+        file = tmp_path / f"operator_{factor}.py"
+        file.write_text(source.replace("FACTOR", factor))
+        names: dict = {}
+        exec(compile(file.read_text(), str(file), "exec"), names)
+        torch._dynamo.reset()
+        torch.compile(lambda x, op=names["scaled"]: op(x), backend="neuron")(x).backward(torch.eye(2, device="neuron"))
+        gradients.append(x.grad[0, 0].item())
+        x.grad = None
+    assert gradients == [1, 2, 2]
+    metrics = torch.neuron.get_dynamo_metrics()
+    assert (metrics["cache_misses"], metrics["cache_hits"]) == (2, 1)
+
+
+def test_an_autograd_function_is_kept_with_its_formula(folder):
+    def function_of(power):
+        class Power(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x @ x
+
+            @staticmethod
+            def backward(ctx, grad):
+                (x,) = ctx.saved_tensors
+                return grad @ x if power == 1 else grad @ x @ x
+
+        return Power
+
+    x = (3 * torch.eye(2)).to("neuron").requires_grad_()
+    gradients = []
+    for power in (1, 2, 2):
+        torch._dynamo.reset()
+        function = function_of(power)
+        torch.compile(lambda x, f=function: f.apply(x), backend="neuron")(x).backward(torch.eye(2, device="neuron"))
+        gradients.append(x.grad[0, 0].item())
+        x.grad = None
+    assert gradients == [3, 9, 9]
+    metrics = torch.neuron.get_dynamo_metrics()
+    assert (metrics["cache_misses"], metrics["cache_hits"], metrics["cache_bypasses"]) == (2, 1, 0)
+
+
 def make_entries(folder, count):
     for i in range(count):
         path = folder / f"{i}.graph"

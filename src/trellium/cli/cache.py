@@ -75,27 +75,26 @@ def _print_info(*, as_json: bool) -> None:
     from trellium.neuron import graph_cache
 
     known = graph_cache.entries()
-    summary = {
-        "folder": str(graph_cache.store_folder()),
-        "entries": len(known),
-        "bytes": sum(entry.nbytes for entry in known),
-        "hits": sum(entry.hits for entry in known),
-        "bound_bytes": graph_cache.bound(*graph_cache.SIZE_BOUND) * 2**20,
-        "bound_entries": graph_cache.bound(*graph_cache.ENTRY_BOUND),
-        "disabled": graph_cache.is_disabled(),
-    }
+    nbytes, hits = sum(entry.nbytes for entry in known), sum(entry.hits for entry in known)
+    most_bytes = graph_cache.bound(*graph_cache.SIZE_BOUND) * 2**20
+    most_entries = graph_cache.bound(*graph_cache.ENTRY_BOUND)
     if as_json:
-        graphs = [{"name": e.name, "bytes": e.nbytes, "hits": e.hits, "used": e.used} for e in reversed(known)]
-        print(json.dumps(summary | {"graphs": graphs}, indent=2))
+        told = {
+            "folder": str(graph_cache.store_folder()),
+            "disabled": graph_cache.is_disabled(),
+            "entries": len(known),
+            "bytes": nbytes,
+            "hits": hits,
+            "bound_bytes": most_bytes,
+            "bound_entries": most_entries,
+            "graphs": [{"name": e.name, "bytes": e.nbytes, "hits": e.hits, "used": e.used} for e in reversed(known)],
+        }
+        print(json.dumps(told, indent=2))
         return
-    print(f"folder   {summary['folder']}" + (" (disabled)" if summary["disabled"] else ""))
-    print(
-        f"entries  {summary['entries']}"
-        + (f" of at most {summary['bound_entries']}" if summary["bound_entries"] else "")
-    )
-    bound = f" of at most {_size(summary['bound_bytes'])}" if summary["bound_bytes"] else ""
-    print(f"bytes    {summary['bytes']} ({_size(summary['bytes'])}{bound})")
-    print(f"hits     {summary['hits']}")
+    print(f"folder   {graph_cache.store_folder()}" + (" (disabled)" if graph_cache.is_disabled() else ""))
+    print(f"entries  {len(known)}" + (f" of at most {most_entries}" if most_entries else ""))
+    print(f"bytes    {nbytes} ({_size(nbytes)}" + (f" of at most {_size(most_bytes)})" if most_bytes else ")"))
+    print(f"hits     {hits}")
     if known:
         import datetime
 

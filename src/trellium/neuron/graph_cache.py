@@ -259,14 +259,20 @@ def remove_half_written(path: Path) -> bool:
     return bool(left)
 
 
-def fingerprint() -> str:
-    """A hash of what decides the code of a graph and is not in torch's own hash, which knows the CPU's code generator only by CPU tensors."""
+def fingerprint(code: str = "") -> str:
+    """A hash of what decides the code of a graph and is not in torch's own hash, which knows the CPU's code generator only by CPU tensors.
+
+    Args:
+        code: a hash of the sources behind the graph's custom operators, of which torch's hash knows the names alone.
+    """
     import platform
 
     import torch
 
     parts = (
         FORMAT,
+        code,
+        Path(__file__).with_name("graphs.py").read_bytes(),
         torch.__version__,
         torch.version.git_version,
         sys.implementation.cache_tag,
@@ -406,7 +412,8 @@ def nothing_left_to_compile() -> Iterator[None]:
 class _Compilation:
     """The look-up, the lock and the outcome of one graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: str) -> None:
+        self.code = code
         self.path: Path | None = None
         self.outcome = "bypass"  # until the graph has a key
         self.torch_folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -437,13 +444,17 @@ _current = _Current()
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[_Compilation]:
-    """The settings under which a graph is compiled: forward and backward at once, looked for and kept here."""
+def compiling(code: str = "") -> Iterator[_Compilation]:
+    """The settings under which a graph is compiled: forward and backward at once, looked for and kept here.
+
+    Args:
+        code: as in `fingerprint`.
+    """
     import torch._functorch.config
     import torch._inductor.config
 
     _install()
-    outer, own = _current.compilation, _Compilation()
+    outer, own = _current.compilation, _Compilation(code)
     enabled = not is_disabled()
     proven = {"cpp.vec_isa_ok": True} if instructions().proven else {}
     _current.compilation = own if enabled else None
@@ -451,7 +462,10 @@ def compiling() -> Iterator[_Compilation]:
         with (
             inductor_folder(),
             torch._functorch.config.patch(
-                enable_autograd_cache=enabled, bundled_autograd_cache=enabled, force_non_lazy_backward_lowering=True
+                enable_autograd_cache=enabled,
+                bundled_autograd_cache=enabled,
+                autograd_cache_allow_custom_autograd_functions=True,  # traced into the graph, and so into its hash
+                force_non_lazy_backward_lowering=True,
             ),
             torch._inductor.config.patch({"fx_graph_cache": enabled, **proven}),
         ):
@@ -488,7 +502,7 @@ def _look_up(key: str) -> tuple[Any, bytes] | None:
     """AOTAutograd's result for a key, and its pickle; None if it has to be compiled, and then the turn to do it is ours."""
     compilation = _current.compilation
     assert compilation is not None
-    name = f"{fingerprint()}-{key}"
+    name = f"{fingerprint(compilation.code)}-{key}"
     compilation.path = path = store_folder() / (name + _SUFFIX)
     found = _load(path) or _adopt(path)
     if found is None:

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import inspect
 import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from torch._inductor.codecache import FxGraphCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants, OutputCode
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
@@ -82,7 +86,7 @@ def neuron_backend(
     eager = fx.GraphModule(graph, copy.deepcopy(graph.graph)) if falls_back(options) else None
     started = time.perf_counter()
     try:
-        with graph_cache.compiling() as compilation:
+        with graph_cache.compiling(sources_of_custom_operators(graph)) as compilation:
             compiled = compile_fx(
                 graph, example_inputs, inner_compile=compile_for_host, decompositions=decompositions()
             )
@@ -161,6 +165,24 @@ def refuse_host_inputs(example_inputs: Sequence[Any]) -> None:
             f"Input tensor at index {devices.index('cpu')} is on cpu device, and TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY=1 forbids the "
             "copy. Move it to neuron before the compiled function, or unset the variable."
         )
+
+
+def sources_of_custom_operators(graph: fx.GraphModule) -> str:
+    """A hash of the files in which the graph's custom operators have their backward and shape functions; empty if it has none.
+
+    Those are traced into the compiled graph, so an entry of the cache must not outlive them.
+    """
+    files: set[str] = set()
+    for module in graph_modules(graph):
+        for node in module.graph.nodes:
+            name = str(getattr(node.target, "_qualified_op_name", "") or getattr(node.target, "_name", ""))
+            definition = OPDEFS.get(name.partition(".")[0])
+            for function in vars(definition).values() if definition is not None else ():
+                code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+                if code is not None and os.path.isfile(code.co_filename):
+                    files.add(code.co_filename)
+    contents = [Path(file).read_bytes() for file in sorted(files)]
+    return hashlib.sha256(b"".join(contents)).hexdigest() if contents else ""
 
 
 # ---- from a graph on neuron to host code

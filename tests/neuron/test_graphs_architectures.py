@@ -1,0 +1,60 @@
+"""transformers' architectures, compiled: one training step of a tiny model has the loss and the gradients of the eager one.
+
+Nine that differ where a compiler could: tied weights, sliding windows, sinks, experts, a recurrence. The first runs always, the others with
+`-m slow`: each is 10 to 50 s of compilation on one idle core.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+if not (hasattr(torch, "neuron") and torch.neuron.is_available()):
+    pytest.skip("needs the emulated device", allow_module_level=True)
+
+import torch._dynamo
+
+from tests.neuron.architectures import ARCHITECTURES, batch, build
+from trellium.monitor import ledger
+
+NAMES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "phi", "mistral", "gpt2", "mamba2")
+GRAPHS = {"gpt2": 2}  # a call of the logger about `loss_type` breaks its graph
+BY_NAME = {architecture.model_type: architecture for architecture in ARCHITECTURES}
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TRELLIUM_HOME", str(tmp_path_factory.getbasetemp() / "trellium_home"))
+    torch._dynamo.reset()
+    torch.neuron.reset_dynamo_metrics()
+    ledger.start()
+
+
+def step(name, *, compiled):
+    """One forward and backward on the device: the loss, and the gradients by name."""
+    model = build(BY_NAME[name])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # a compiled graph draws other masks
+    model.to("neuron").train()
+    inputs = {key: value.to("neuron") for key, value in batch().items()}
+    call = torch.compile(model, backend="neuron", dynamic=False) if compiled else model
+    loss = call(**inputs, use_cache=False).loss
+    loss.backward()
+    return loss.item(), {key: value.grad.cpu() for key, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+def test_a_compiled_step_is_the_eager_one(name):
+    eager_loss, eager_gradients = step(name, compiled=False)
+    with ledger.watch() as new:
+        loss, gradients = step(name, compiled=True)
+    assert torch.neuron.get_dynamo_metrics()["graphs"] == GRAPHS.get(name, 1)
+    assert list(new.eager_frames) == []
+    assert loss == pytest.approx(eager_loss, abs=1e-5)
+    assert gradients.keys() == eager_gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(
+            gradient, eager_gradients[key], atol=1e-5, rtol=1e-3, msg=lambda told, key=key: f"{key}: {told}"
+        )
