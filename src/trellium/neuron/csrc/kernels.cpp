@@ -383,6 +383,12 @@ class Call {
               host->storage_offset() != neuron->storage_offset())) {
         copy_geometry(neuron, host);
       }
+      // A kernel may leave its result conjugated or negated lazily, or resolve what was.
+      constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+      if (C10_UNLIKELY((host->key_set() & lazy) != (neuron->key_set() & lazy))) {
+        neuron->_set_conj(host->key_set().has(c10::DispatchKey::Conjugate));
+        neuron->_set_neg(host->key_set().has(c10::DispatchKey::Negative));
+      }
     }
   }
 
@@ -859,10 +865,12 @@ void register_kernels() {
 
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   std::vector<c10::OperatorName> names = dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CPU);
-  // Composite kernels that look at the device, or that would loop over tensors one operator at a time.
+  // Composite kernels that look at the device (some look for a kernel that only torch's own devices have), or that would loop over tensors one
+  // operator at a time.
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const bool foreach = name.name.rfind("aten::_foreach_", 0) == 0;
     if (foreach || name.name == "aten::convolution" || name.name == "aten::convolution_backward" ||
+        name.name == "aten::conj_physical_" || (name.name == "aten::mode" && name.overload_name == "values") ||
         (name.name == "aten::copy_" && name.overload_name.empty())) {
       names.push_back(name);
     }
