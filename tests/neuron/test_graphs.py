@@ -309,12 +309,12 @@ def test_it_runs_operator_by_operator_where_that_was_asked_for_and_says_so(how, 
     assert torch.neuron.get_dynamo_metrics()["fallbacks"] == 1
 
 
-def test_past_the_recompile_limit_it_is_an_error_and_not_eager(monkeypatch, caplog):
+def test_past_the_recompile_limit_it_is_an_error_and_not_eager(caplog):
     call = compiled(lambda x: x @ x.t())
     call(torch.randn(1, 4, device="neuron"))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     call(torch.randn(2, 4, device="neuron"))
     with (
+        torch._dynamo.config.patch(recompile_limit=2),
         caplog.at_level(logging.WARNING, "torch._dynamo"),
         pytest.raises(FailOnRecompileLimitHit),
     ):
@@ -335,3 +335,33 @@ def test_importing_torch_imports_no_compiler():
         env=os.environ.copy(),
     )  # fmt: skip
     assert done.stdout.split() == ["False", "0"]
+
+
+@pytest.mark.parametrize(("before", "named", "after"), [(8, None, 64), (4, None, 4), (200, None, 200), (8, "12", 12)])
+def test_the_recompile_limit_fits_a_device_with_a_graph_for_each_shape(before, named, after, monkeypatch):
+    from trellium.neuron import compile_settings
+
+    monkeypatch.setattr(compile_settings, "_settled", False)
+    if named is not None:
+        monkeypatch.setenv("TRELLIUM_NEURON_RECOMPILE_LIMIT", named)
+    with torch._dynamo.config.patch(
+        recompile_limit=before, automatic_dynamic_shapes=True, fail_on_recompile_limit_hit=False
+    ):
+        compile_settings.settle()
+        assert torch._dynamo.config.recompile_limit == after
+        assert torch._dynamo.config.automatic_dynamic_shapes is False
+        assert torch._dynamo.config.fail_on_recompile_limit_hit is True
+
+
+def test_zero_leaves_dynamo_s_settings_alone_and_a_word_is_refused(monkeypatch):
+    from trellium.neuron import compile_settings
+
+    monkeypatch.setattr(compile_settings, "_settled", False)
+    monkeypatch.setenv("TRELLIUM_NEURON_RECOMPILE_LIMIT", "0")
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=True):
+        compile_settings.settle()
+        assert torch._dynamo.config.automatic_dynamic_shapes is True
+    monkeypatch.setattr(compile_settings, "_settled", False)
+    monkeypatch.setenv("TRELLIUM_NEURON_RECOMPILE_LIMIT", "many")
+    with pytest.raises(ValueError, match="whole number"):
+        compile_settings.settle()

@@ -1,7 +1,8 @@
 """What a user of a device with static shapes must otherwise remember, set for them and said in one line.
 
 - `torch._dynamo.config.automatic_dynamic_shapes = False`: else Dynamo makes symbols of the dimensions that changed, which do not compile.
-- `torch._dynamo.config.recompile_limit = 64` (it was 8; a higher one is kept): each shape is a graph, so a frame may need many.
+- `torch._dynamo.config.recompile_limit = 64`, if it was torch's 8: each shape is a graph, so a frame may need many. Any other limit is kept,
+  such as that of a run that has planned its shapes.
 - `torch._dynamo.config.fail_on_recompile_limit_hit = True`: past the limit Dynamo would run every further shape operator by operator, and
   say nothing more. On the device that is slower than compiling by orders of magnitude, so it is an error, which names the frame and the
   shape. TRELLIUM_NEURON_RECOMPILE_LIMIT=N sets another limit; 0 leaves all of Dynamo's settings as they are.
@@ -19,6 +20,7 @@ import os
 logger = logging.getLogger(__name__)
 
 RECOMPILE_LIMIT = 64
+_TORCHS_LIMIT = 8
 _settled = False
 
 
@@ -38,7 +40,10 @@ def settle() -> None:
     from torch._dynamo import config
 
     config.automatic_dynamic_shapes = False
-    config.recompile_limit = int(named) if named else max(config.recompile_limit, RECOMPILE_LIMIT)
+    if named:
+        config.recompile_limit = int(named)
+    elif config.recompile_limit == _TORCHS_LIMIT:
+        config.recompile_limit = RECOMPILE_LIMIT
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * config.recompile_limit)
     config.fail_on_recompile_limit_hit = not config.suppress_errors  # Dynamo refuses both together
     if os.environ.get("LOCAL_RANK", "0") == "0":
