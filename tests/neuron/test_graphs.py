@@ -118,6 +118,54 @@ def test_results_that_are_inputs_or_views_of_them_share_their_memory():
     assert transposed.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
+def test_a_constant_of_the_code_is_carried_into_the_graph_and_the_cache():
+    def function(x):
+        return x @ torch.tensor([[1.0], [2.0]], device=x.device)
+
+    x = torch.randn(3, 2)
+    same_as_eager(function, x)
+    torch._dynamo.reset()
+    same_as_eager(function, x)
+    assert torch.neuron.get_dynamo_metrics()["cache_hits"] == 1
+
+
+def test_graphs_of_two_cores_stay_on_their_cores():
+    if torch.neuron.device_count() < 2:
+        pytest.skip("needs two cores")
+    x = torch.randn(3, 3, device="neuron:1")
+    product, zeros, moved = compiled(lambda x: (x @ x, x.new_zeros(2), x.to("neuron:0")))(x)
+    assert [result.device.index for result in (product, zeros, moved)] == [1, 1, 0]
+    torch.testing.assert_close(product.cpu(), x.cpu() @ x.cpu())
+    x.zero_()
+    assert moved.abs().sum().item() > 0
+
+
+def test_a_part_of_an_input_is_changed_in_place():
+    def function(x):
+        x[:, 0].zero_()
+        return x @ x
+
+    same_as_eager(function, torch.randn(3, 3))
+
+
+def test_running_statistics_are_updated_by_a_compiled_step():
+    torch.manual_seed(0)
+    reference = nn.BatchNorm1d(4)
+    module = copy.deepcopy(reference).to("neuron")
+    x = torch.randn(5, 4)
+    compiled(module)(x.to("neuron")).square().sum().backward()
+    reference(x).square().sum().backward()
+    torch.testing.assert_close(module.running_mean.cpu(), reference.running_mean)
+    torch.testing.assert_close(module.weight.grad.cpu(), reference.weight.grad)
+
+
+def test_attention_with_symbols_is_refused_as_any_other():
+    q = torch.randn(1, 2, 8, 4, device="neuron")
+    with raised() as caught:
+        compiled(lambda q: nn.functional.scaled_dot_product_attention(q, q, q), dynamic=True)(q)
+    assert "static shapes only" in str(caught.value)
+
+
 def test_a_graph_may_have_no_operator_at_all():
     same_as_eager(lambda x: (x, 3, x), torch.randn(2))
     same_as_eager(lambda x: x.view(4), torch.randn(2, 2), train=True)
