@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
-from transformers.utils import is_torch_bf16_gpu_available
 
 from trellium.capabilities import capabilities
 from trellium.errors import ConfigError
@@ -44,7 +43,7 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
     """What every trainer can be told, beside `transformers.TrainingArguments`.
 
     Defaults that differ from `TrainingArguments`: `learning_rate` (each trainer's own), `logging_steps` 10, `gradient_checkpointing` True, `bf16`
-    where the device computes in it, `logging_nan_inf_filter` False (a loss that is not finite is logged as it is, and no micro-batch waits for
+    where the hardware computes in it, `logging_nan_inf_filter` False (a loss that is not finite is logged as it is, and no micro-batch waits for
     the host to look at it).
 
     Of TRL's fields these come later and are refused until then: `packing`, `packing_strategy`, `eval_packing`, `padding_free`,
@@ -69,7 +68,7 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
     bf16: bool | None = field(
         default=None,
         metadata={
-            "help": "Compute in bfloat16 with float32 weights. Unset: where an accelerator does, unless fp16 is set."
+            "help": "Compute in bfloat16 with float32 weights. Unset: where an accelerator does natively, unless fp16 is set."
         },
     )
     logging_nan_inf_filter: bool = field(
@@ -117,11 +116,15 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
         self._refuse_inherited()
         self.use_cpu: bool = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+            accelerator = None if self.use_cpu else torch.accelerator.current_accelerator()
+            self.bf16 = not self.fp16 and accelerator is not None and capabilities(accelerator).native_bfloat16
             if not (self.bf16 or self.fp16):
-                _say_once(
-                    "Training in float32: no accelerator with bfloat16 is in use. bf16=True asks for it all the same."
+                why = (
+                    "no accelerator is in use"
+                    if accelerator is None
+                    else f"the hardware that computes for {accelerator.type} has no bfloat16 arithmetic of its own"
                 )
+                _say_once(f"Training in float32: {why}. bf16=True asks for bfloat16 all the same.")
         # TrainingArguments renamed these; saying the new name keeps it from warning about the old, which is TRL's.
         for old, new in (
             ("gradient_checkpointing", "activation_checkpointing"),
