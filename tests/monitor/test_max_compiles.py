@@ -4,8 +4,6 @@ import torch
 from trellium.monitor import TooManyCompiles, max_compiles
 from trellium.monitor.ledger import Change
 
-pytest_plugins = ["trellium.monitor.pytest_plugin"]
-
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():

@@ -1,4 +1,4 @@
-"""The fixture `max_compiles`, for `pytest -p trellium.monitor.pytest_plugin` or `pytest_plugins = ["trellium.monitor.pytest_plugin"]`.
+"""The fixture `max_compiles`, registered with pytest by the installation.
 
 Importing it arms the ledger and imports no torch.
 """
