@@ -9,7 +9,7 @@ One compilation is a graph with its backward, if it has one: a training step of 
 whatever `n` is, a frame that Dynamo gave up at its recompile limit: it compiles no more because it runs eagerly, which is worse. Compilations of every
 thread count. Nothing is interrupted: the block runs to its end, and the error names everything that was compiled in it.
 
-As a pytest fixture, `-p trellium.monitor.pytest_plugin`:
+As a pytest fixture, which the installation registers:
 
     def test_one_length_is_one_graph(max_compiles):
         with max_compiles(1): ...
