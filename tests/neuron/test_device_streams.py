@@ -99,11 +99,17 @@ def test_backward_runs_on_the_thread_that_calls_it(given):
     assert where[0] == where[1]
 
 
-def test_multithreaded_backward_can_still_be_asked_for():
+def test_multithreaded_backward_can_still_be_asked_for(python):
+    # In a process of its own: torch counts a process's devices at its first backward, and an unused device counts as none, so that programs
+    # which only use the CPU can still fork after a backward.
+    script = """
+    import torch
     with torch.autograd.set_multithreading_enabled(True):
         x = torch.ones(2, device="neuron", requires_grad=True)
         (x * 2).sum().backward()
-    assert x.grad.tolist() == [2, 2]
+    print(x.grad.tolist())
+    """
+    assert python(script) == "[2.0, 2.0]"
 
 
 def test_pinned_memory_is_known_as_such():

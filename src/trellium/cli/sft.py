@@ -13,6 +13,7 @@ from trellium.cli.training_options import (
     model_init_kwargs,
     parse_options,
     read_config_file,
+    setting_up,
 )
 
 if TYPE_CHECKING:
@@ -59,11 +60,14 @@ def run(args: argparse.Namespace) -> int:
 
         print(help_text(SFTConfig, "sft", ABOUT, EXAMPLES, everything="--help-all" in arguments), end="")
         return 0
-    flags, options, path = read_config_file(arguments)  # before anything imports torch
+    with setting_up("the config file cannot be used"):
+        flags, options, path = read_config_file(arguments)  # before anything imports torch
     from trellium.trainers.sft_config import SFTConfig
 
-    data, model, config = parse_options(SFTConfig, flags, options, path)
-    trainer = build_trainer(data, model, config)
+    with setting_up("these options cannot be used"):
+        data, model, config = parse_options(SFTConfig, flags, options, path)
+    with setting_up("the trainer cannot be made of these options"):
+        trainer = build_trainer(data, model, config)
     resume = config.resume_from_checkpoint
     began = time.perf_counter()
     try:

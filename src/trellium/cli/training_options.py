@@ -8,15 +8,16 @@ line's, so the same parser checks both and the command line wins.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from trellium.errors import ConfigError
+from trellium.errors import ConfigError, TrelliumError
 
 
 @dataclass
@@ -81,6 +82,22 @@ _FOLLOWS_TRL = {
     "bnb_4bit_quant_storage": (None, "Quantized base models are not supported yet."),
 }
 """Flags of TRL's scripts that are not here: the value that asks for nothing more, and what to say to others."""
+
+
+@contextlib.contextmanager
+def setting_up(what: str) -> Iterator[None]:
+    """Before training starts, what a library objects to comes from what it was given: say so without a traceback.
+
+    Raises:
+        ConfigError: in place of any such objection, with its text.
+    """
+    try:
+        yield
+    except TrelliumError:
+        raise
+    except (ValueError, TypeError, AttributeError, ArithmeticError, ImportError, OSError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{what}: {type(error).__name__}: {text} (--debug shows where)") from error
 
 
 def read_config_file(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any], str]:

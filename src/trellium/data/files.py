@@ -217,13 +217,32 @@ def _load_parquet(path: Path) -> Dataset:
         raise DatasetError(
             f"{path}: not a Parquet file: it begins with {start!r}, not b'PAR1'. Rename it to what it holds, or write it again."
         )
-    dataset = load_dataset("parquet", data_files=str(path), split="train")
+    try:
+        dataset = load_dataset("parquet", data_files=str(path), split="train")
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DatasetError(f"{path}: cannot be read as Parquet: {error} Write the file again.") from error
     if not len(dataset):
         raise DatasetError(f"{path}: the file has no row. Training needs at least one.")
     return dataset
 
 
 def _write(path: Path, target: Path) -> None:
+    try:
+        _write_rows(path, target)
+    except OverflowError as error:
+        where = next((place for place, row in _read(path) if _has_large_number(row)), str(path))
+        raise DatasetError(
+            f"{where}: a number that does not fit into 64 bits. Write it as a string, or remove its column."
+        ) from error
+
+
+def _has_large_number(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_large_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+def _write_rows(path: Path, target: Path) -> None:
     features = _learn_features(path)
     columns = [column for column in features if column != SOURCE_COLUMN]
     with ArrowWriter(path=str(target), features=features, writer_batch_size=1000) as writer:
@@ -251,10 +270,20 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
 
 
+def _why_unreadable(error: RecursionError | ValueError) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply. Rows are flat objects, or hold lists of messages: mend or remove it."
+    if isinstance(error, UnicodeEncodeError):
+        return "it has half of a surrogate pair (\\ud8xx without its other half), which is no character. Mend or remove it."
+    return f"{error}. Mend or remove it."
+
+
 def _read_json_lines(path: Path) -> Iterator[_Row]:
     for number, line in _lines(path):
         try:
             row = json.loads(line)
+            if "\\u" in line:
+                json.dumps(row, ensure_ascii=False).encode()
         except json.JSONDecodeError as error:
             start = max(0, error.pos - 40)
             excerpt = (
@@ -269,6 +298,8 @@ def _read_json_lines(path: Path) -> Iterator[_Row]:
             raise DatasetError(
                 f"{path}:{number}: not valid JSON, {error.msg} at column {error.colno}: {excerpt}. {way_out}"
             ) from None
+        except (RecursionError, ValueError) as error:
+            raise DatasetError(f"{path}:{number}: cannot be read: {_why_unreadable(error)}") from None
         yield f"{path}:{number}", _as_row(row, f"{path}:{number}")
 
 
@@ -286,6 +317,8 @@ def _read_json(path: Path) -> Iterator[_Row]:
     text = path.read_text(encoding="utf-8-sig")
     try:
         document = json.loads(text)
+        if "\\u" in text:
+            json.dumps(document, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # one object a line, under a name that is as usual
             yield from _read_json_lines(path)
@@ -295,6 +328,8 @@ def _read_json(path: Path) -> Iterator[_Row]:
             f"{path}:{error.lineno}: not valid JSON, {error.msg} at column {error.colno}: {line[max(0, error.colno - 41) : error.colno + 40]}. "
             "A .json file holds a list of objects, or one object a line."
         ) from None
+    except (RecursionError, ValueError) as error:
+        raise DatasetError(f"{path}: cannot be read: {_why_unreadable(error)}") from None
     rows = document.get("data", [document]) if isinstance(document, dict) else document
     if not isinstance(rows, list):
         raise DatasetError(

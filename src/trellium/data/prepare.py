@@ -243,6 +243,32 @@ def prepare_with_report(
     return _keep_trainable(tokenized, dataset, called, name)
 
 
+def check_vocabulary(dataset: Dataset, vocabulary_size: int, name: str) -> None:
+    """Hold a prepared dataset's tokens to the model's vocabulary; one vectorised pass.
+
+    Raises:
+        DatasetError: a token the model has no embedding for; names the row.
+    """
+    start = 0
+    for batch in dataset.with_format("arrow").select_columns(["input_ids"]).iter(batch_size=10_000):
+        column = batch["input_ids"]
+        for chunk in column.chunks if hasattr(column, "chunks") else [column]:
+            ids = chunk.flatten().to_numpy(zero_copy_only=False)
+            outside = (ids < 0) | (ids >= vocabulary_size)
+            if outside.any():
+                first = int(outside.argmax())
+                row = start + int(
+                    np.searchsorted(
+                        np.cumsum(chunk.value_lengths().to_numpy(zero_copy_only=False)), first, side="right"
+                    )
+                )
+                raise DatasetError(
+                    f"{name}: row {row} (from 0) holds the token {int(ids[first])}, but the model's vocabulary has {vocabulary_size}. "
+                    "Tokenize with the model's own tokenizer."
+                )
+            start += len(chunk)
+
+
 def _rows(count: int) -> str:
     return f"{count} row" if count == 1 else f"{count} rows"
 

@@ -128,6 +128,10 @@ class TokenizeRows:
             kept = slice(0, self.max_length) if self.truncation_mode == "keep_start" else slice(cut, None)
             ids, trained = ids[kept], trained[kept]
             trained[:1] = False
+        if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+            raise DatasetError(
+                f"{self.name}: input_ids hold {min(ids)} to {max(ids)}, but tokens are numbered from 0. Give ids of the model's own tokenizer."
+            )
         labels = np.where(trained, np.asarray(ids, dtype=np.int32), np.int32(IGNORE_INDEX)).astype(np.int32)
         if trained.any():
             fate = Fate.KEPT

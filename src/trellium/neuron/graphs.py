@@ -79,6 +79,11 @@ def neuron_backend(
             f"mode={mode!r} means nothing to the neuron backend and is ignored; it always compiles ahead of time.",
             stacklevel=2,
         )
+    if " " in torch.__file__:
+        raise NeuronCompileError(
+            f"torch is installed in {Path(torch.__file__).parent}, a path with a space, which its C++ builder does not take. "
+            "Make the environment in a path without one."
+        )
     refuse_symbols(graph, example_inputs, dynamic=bool(options.get("dynamic")))
     compile_settings.settle()
     refuse_host_inputs(example_inputs)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from trellium.data.prepare import check_vocabulary
 from trellium.errors import ConfigError, DatasetError, ModelError
 from trellium.forest.collate import ForestCollator
 from trellium.models.loading import load_model, load_tokenizer
@@ -99,6 +100,7 @@ class BaseTrainer(Trainer):
         self._check_iterable(train_dataset, args)
         self.processing_class = processing_class
         self.args = args
+        self._vocabulary_size = model.get_input_embeddings().weight.shape[0]
         train_dataset = self._prepare(train_dataset, "train")
         eval_dataset = self._prepare(eval_dataset, "eval")
         if data_collator is None:
@@ -211,7 +213,10 @@ class BaseTrainer(Trainer):
                 "Dataset.from_list(rows) makes one of a list of dicts."
             )
         with self.args.main_process_first(desc=f"{name} dataset preparation"):
-            return self.prepare_dataset(dataset, name)
+            prepared = self.prepare_dataset(dataset, name)
+        if isinstance(prepared, Dataset):
+            check_vocabulary(prepared, self._vocabulary_size, name)
+        return prepared
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["input_ids", "labels"]

@@ -114,6 +114,7 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
 
     def __post_init__(self) -> None:
         self._refuse_inherited()
+        self._check_numbers()
         self.use_cpu: bool = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
             accelerator = None if self.use_cpu else torch.accelerator.current_accelerator()
@@ -148,6 +149,23 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
     def model_options(self) -> dict[str, Any]:
         """`model_init_kwargs` as a mapping, empty where unset."""
         return dict(self.model_init_kwargs) if isinstance(self.model_init_kwargs, dict) else {}
+
+    def _check_numbers(self) -> None:
+        lowest = {
+            "per_device_train_batch_size": 1,
+            "per_device_eval_batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "dataloader_num_workers": 0,
+            "seed": 0,
+            "learning_rate": 0,
+            "num_train_epochs": 0,
+        }
+        for name, least in lowest.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not least <= value < 2**32:
+                raise ConfigError(f"{name} must be a number from {least}, got {value!r}")
+        if not isinstance(self.max_steps, int):
+            raise ConfigError(f"max_steps must be a whole number, -1 for none, got {self.max_steps!r}")
 
     def _refuse_inherited(self) -> None:
         if self.use_liger_kernel:
