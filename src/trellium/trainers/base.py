@@ -31,7 +31,7 @@ from trellium.monitor.metrics import MetricSink
 from trellium.monitor.throughput import ThroughputMeter
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
 from trellium.trainers.base_config import BaseConfig
-from trellium.trainers.checkpoints import drop_pad_collision, resumable_checkpoint, write_model_card
+from trellium.trainers.checkpoints import begin_checkpoint, drop_pad_collision, resumable_checkpoint, write_model_card
 from trellium.trainers.mixture import RouterLoss
 from trellium.trainers.random_state import load_accelerator_random_state, save_accelerator_random_state
 
@@ -101,6 +101,9 @@ class BaseTrainer(Trainer):
         self.processing_class = processing_class
         self.args = args
         self._vocabulary_size = model.get_input_embeddings().weight.shape[0]
+        streams = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
+        if any(isinstance(part, IterableDataset) for part in streams):
+            _keep_batches_apart(args)
         train_dataset = self._prepare(train_dataset, "train")
         eval_dataset = self._prepare(eval_dataset, "eval")
         if data_collator is None:
@@ -179,8 +182,7 @@ class BaseTrainer(Trainer):
             return
         if args.max_steps <= 0:
             raise ConfigError("an IterableDataset has no length, so the run's end is not known. Set max_steps.")
-        if args.accelerator_config.dispatch_batches is None:
-            args.accelerator_config.dispatch_batches = False  # every process reads its own; batches differ in shape
+        _keep_batches_apart(args)
 
     @staticmethod
     def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> None:
@@ -375,6 +377,7 @@ class BaseTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with self.throughput.paused():
+            begin_checkpoint(self.args.output_dir, self.state.global_step)
             self.state.stateful_callbacks[_COUNTERS] = self._totals(self._sinks["train"].counts(self._reduce()))
             super()._save_checkpoint(model, trial)
 
@@ -419,6 +422,11 @@ def _name_of(model: Any) -> str:
         return "" if model is None else str(model)
     base = model.get_base_model() if is_adapted(model) else model
     return getattr(getattr(base, "config", None), "_name_or_path", "") or ""
+
+
+def _keep_batches_apart(args: BaseConfig) -> None:
+    if args.accelerator_config.dispatch_batches is None:
+        args.accelerator_config.dispatch_batches = False  # every process reads its own; batches differ in shape
 
 
 def _check_batch(batch: Any) -> None:

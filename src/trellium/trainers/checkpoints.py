@@ -46,6 +46,11 @@ def resumable_checkpoint(given: str | bool | None, output_dir: str) -> str | Non
     return str(folder)
 
 
+def begin_checkpoint(output_dir: str, step: int) -> None:
+    """Make an older checkpoint of the same step unfit to resume from before it is overwritten: what makes one whole is written last."""
+    (Path(output_dir) / f"checkpoint-{step}" / "trainer_state.json").unlink(missing_ok=True)
+
+
 def drop_pad_collision(model: nn.Module) -> None:
     """Take back a padding token that ends sequences as well.
 
