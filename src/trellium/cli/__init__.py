@@ -42,7 +42,7 @@ COMMANDS: tuple[Command, ...] = (
 _EXAMPLES = """\
 examples:
   trellium env                              what is installed, and which accelerator a script will find
-  trellium sft --help                       every option of supervised fine-tuning, with its default
+  trellium sft --help                       the options of supervised fine-tuning; --help-all for all
   trellium sft --config run.yaml            keys of the file are options; options on the command line win
   TRELLIUM_NEURON_INSTANCE=trn2.48xlarge trellium neuron-ls
                                             how a machine of 64 cores looks, emulated here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import time
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with setting_up("the config file cannot be used"):
         flags, options, path = read_config_file(arguments)  # before anything imports torch
+    # Read when torch is loaded. Threads that wait by spinning take the cores from each other on a machine that is not idle.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from trellium.trainers.sft_config import SFTConfig
 
     with setting_up("these options cannot be used"):
