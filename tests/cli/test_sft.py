@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_tokenizer import CHATML, tiny_tokenizer
 from trellium.cli import main
 from trellium.cli.training_options import read_config_file
-from trellium.models.tiny import tiny_model
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model(vocab_size=400).save_pretrained(folder)
-    tiny_tokenizer(CHATML).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -48,15 +36,15 @@ def options(model: Path, **more: object) -> list[str]:
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
-def test_a_run_trains_saves_and_says_so(here, model_folder, capsys):
-    assert main(["sft", *options(model_folder, logging_steps=1)]) == 0
+def test_a_run_trains_saves_and_says_so(here, saved_model, capsys):
+    assert main(["sft", *options(saved_model, logging_steps=1)]) == 0
     assert (here / "out" / "model.safetensors").is_file()
     assert "Run summary" in capsys.readouterr().out
 
 
-def test_a_config_file_gives_options_and_flags_win(here, model_folder, capsys):
+def test_a_config_file_gives_options_and_flags_win(here, saved_model, capsys):
     (here / "c.yaml").write_text(
-        f"model_name_or_path: {model_folder}\ndataset_name: rows.jsonl\nuse_cpu: true\nmax-steps: 5\nlearning_rate: 1e-3\n"
+        f"model_name_or_path: {saved_model}\ndataset_name: rows.jsonl\nuse_cpu: true\nmax-steps: 5\nlearning_rate: 1e-3\n"
         "max_length: null\nuse_peft: true\nlora_target_modules: [q_proj, v_proj]\nlora_r: 2\noutput_dir: out\npacking: false\n"
         "model_init_kwargs: {dtype: float32}\ndisable_tqdm: true\n"
     )
@@ -79,18 +67,18 @@ def test_the_env_block_is_exported_before_torch_is_imported(here):
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": source})
 
 
-def test_evaluation_reads_the_test_split_of_a_folder(here, model_folder, capsys):
+def test_evaluation_reads_the_test_split_of_a_folder(here, saved_model, capsys):
     folder = here / "data"
     folder.mkdir()
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text((here / "rows.jsonl").read_text())
-    assert main(["sft", *options(model_folder, dataset_name="data", eval_strategy="steps", eval_steps=1)]) == 0
+    assert main(["sft", *options(saved_model, dataset_name="data", eval_strategy="steps", eval_steps=1)]) == 0
     assert "held-out loss" in capsys.readouterr().out
 
 
-def test_resuming_from_the_last_checkpoint_goes_on(here, model_folder):
-    assert main(["sft", *options(model_folder, save_steps=1, max_steps=1)]) == 0
-    assert main(["sft", *options(model_folder, save_steps=1, max_steps=2, resume_from_checkpoint="last")]) == 0
+def test_resuming_from_the_last_checkpoint_goes_on(here, saved_model):
+    assert main(["sft", *options(saved_model, save_steps=1, max_steps=1)]) == 0
+    assert main(["sft", *options(saved_model, save_steps=1, max_steps=2, resume_from_checkpoint="last")]) == 0
     state = json.loads((here / "out" / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
 
@@ -125,18 +113,18 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("case", BAD_DATA)
-def test_bad_data_is_told_by_file_and_line_without_a_traceback(here, model_folder, capsys, case):
+def test_bad_data_is_told_by_file_and_line_without_a_traceback(here, saved_model, capsys, case):
     content, more, says = BAD_DATA[case]
     (here / "rows.jsonl").write_text(content)
-    assert main(["sft", *options(model_folder, **more)]) == 2
+    assert main(["sft", *options(saved_model, **more)]) == 2
     told = capsys.readouterr().err
     assert "Traceback" not in told
     for part in says:
         assert part in told
 
 
-def test_rows_longer_than_max_length_are_cut_and_counted(here, model_folder, caplog):
-    assert main(["sft", *options(model_folder, max_length=8, max_steps=1)]) == 0
+def test_rows_longer_than_max_length_are_cut_and_counted(here, saved_model, caplog):
+    assert main(["sft", *options(saved_model, max_length=8, max_steps=1)]) == 0
     assert "truncated" in caplog.text
 
 
@@ -157,9 +145,9 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_bad_options_are_told_with_the_way_out_and_without_a_traceback(here, model_folder, capsys, case):
+def test_bad_options_are_told_with_the_way_out_and_without_a_traceback(here, saved_model, capsys, case):
     more, says = BAD_OPTIONS[case]
-    assert main(["sft", *options(model_folder, **more)]) == 2
+    assert main(["sft", *options(saved_model, **more)]) == 2
     told = capsys.readouterr().err
     assert "Traceback" not in told
     for part in says:
@@ -177,15 +165,15 @@ def test_bad_options_are_told_with_the_way_out_and_without_a_traceback(here, mod
         ("max_steps: many", "max_steps"),
     ],
 )
-def test_bad_config_files_are_told_by_key(here, model_folder, capsys, content, says):
+def test_bad_config_files_are_told_by_key(here, saved_model, capsys, content, says):
     (here / "c.yaml").write_text(content)
-    assert main(["sft", "--config", "c.yaml", *options(model_folder)[:2]]) == 2
+    assert main(["sft", "--config", "c.yaml", *options(saved_model)[:2]]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_debug_shows_where_an_error_came_from(here, model_folder):
+def test_debug_shows_where_an_error_came_from(here, saved_model):
     with pytest.raises(Exception, match="no such file"):
-        main(["sft", "--debug", *options(model_folder, dataset_name="row.jsonl")])
+        main(["sft", "--debug", *options(saved_model, dataset_name="row.jsonl")])
 
 
 def test_config_without_a_file_is_an_error():
@@ -193,35 +181,3 @@ def test_config_without_a_file_is_an_error():
 
     with pytest.raises(ConfigError, match="needs a YAML file"):
         read_config_file(["--config", "--max_steps", "3"])
-
-
-def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(here, model_folder):
-    arguments = options(model_folder, max_steps=100000, save_steps=2, save_total_limit=2, logging_steps=1)
-    source = str(Path(__file__).parents[2] / "src")
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from trellium.cli import main; sys.exit(main())", "sft", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": source},
-    )
-    try:
-        limit = time.monotonic() + 240
-        while not list(here.glob("out/checkpoint-*/trainer_state.json")):
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < limit
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        try:
-            out, err = process.communicate(timeout=60)
-        except (
-            subprocess.TimeoutExpired
-        ):  # raised inside a destructor or a library's callback, an interrupt can be lost: a person presses again
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert "The last checkpoint is out/checkpoint-" in out
-    assert "--resume_from_checkpoint out/checkpoint-" in out

@@ -32,7 +32,7 @@ def tiny_trainer(folder: Path, model: Any = None, **options: Any) -> SFTTrainer:
     """A trainer of a tiny model; `train_dataset`, `eval_dataset`, `peft_config` and `callbacks` are its arguments, the rest is its config's."""
     arguments = {
         name: options.pop(name)
-        for name in ("train_dataset", "eval_dataset", "peft_config", "callbacks", "formatting_func")
+        for name in ("train_dataset", "eval_dataset", "peft_config", "callbacks", "formatting_func", "data_collator")
         if name in options
     }
     config = SFTConfig(

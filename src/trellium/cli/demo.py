@@ -127,6 +127,8 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
 
 def fine_tune(steps: int, output_dir: str, device: str, say: Callable[[str], None]) -> dict[str, Any]:
     """The whole demo; what it found."""
+    from trellium.cli.interruption import stop_on_interrupt
+
     with quiet_libraries():
         say("Model and data: SmolLM2-135M-Instruct, and the docstrings of this Python ...")
         trainer, held_out = build_trainer(steps, output_dir, device, say)
@@ -140,7 +142,9 @@ def fine_tune(steps: int, output_dir: str, device: str, say: Callable[[str], Non
         contract = _contract(device)
         if contract is not None:
             contract.reset()
-        trainer.train()
+        with stop_on_interrupt(trainer) as stop:
+            trainer.train()
+            stop.check(trainer)
         device_report = _device_report(contract)
         say("Held-out loss after training ...")
         after = trainer.evaluate()["eval_loss"]

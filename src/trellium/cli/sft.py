@@ -30,9 +30,6 @@ EXAMPLES = """\
   trellium sft --config sft.yaml --learning_rate 1e-4
   trellium sft --config sft.yaml --resume_from_checkpoint last"""
 
-INTERRUPTED = 130
-"""The exit code of a run that Ctrl-C ended, as of any program that SIGINT ends."""
-
 
 def register(subparsers: Any) -> None:
     """Add the command; its options are read in `run`, because listing them imports torch."""
@@ -69,18 +66,22 @@ def run(args: argparse.Namespace) -> int:
 
     with setting_up("these options cannot be used"):
         data, model, config = parse_options(SFTConfig, flags, options, path)
+    from trellium.cli.interruption import EXIT_CODE, stop_on_interrupt
+
     with setting_up("the trainer cannot be made of these options"):
         trainer = build_trainer(data, model, config)
     resume = config.resume_from_checkpoint
     began = time.perf_counter()
     try:
-        result = trainer.train(
-            resume_from_checkpoint=(resume not in ("true", "True", "last") and resume) or bool(resume)
-        )
+        with stop_on_interrupt(trainer) as stop:
+            result = trainer.train(
+                resume_from_checkpoint=(resume not in ("true", "True", "last") and resume) or bool(resume)
+            )
+            stop.check(trainer)
+            trainer.save_model(config.output_dir)
     except KeyboardInterrupt:
         print("\n" + stopped_message(trainer, arguments))
-        return INTERRUPTED
-    trainer.save_model(config.output_dir)
+        return EXIT_CODE
     print_summary(trainer, result.metrics, time.perf_counter() - began)
     return 0
 
@@ -106,16 +107,14 @@ def build_trainer(data: Any, model: Any, config: Any) -> SFTTrainer:
 
 
 def stopped_message(trainer: SFTTrainer, arguments: list[str]) -> str:
-    """Where an interrupted run stands, and the command that goes on from there."""
-    from trellium.trainers.checkpoints import last_checkpoint
-
-    folder = trainer.args.output_dir
-    step, of = trainer.state.global_step, trainer.state.max_steps
-    last = last_checkpoint(folder)
-    if last is None:
-        return f"Stopped after step {step} of {of}, before the first checkpoint: save_steps is {trainer.args.save_steps}. Nothing was saved."
-    command = shlex.join(["trellium", "sft", *_without_resume(arguments), "--resume_from_checkpoint", last])
-    return f"Stopped after step {step} of {of}. The last checkpoint is {last}. Go on with:\n  {command}"
+    """Where an interrupted run stands, and the command that goes on from there: its own last checkpoint, never an earlier run's."""
+    stands = f"Stopped after step {trainer.state.global_step} of {trainer.state.max_steps}"
+    if trainer.resume_point is None:
+        return f"{stands}, before its first checkpoint: save_steps is {trainer.args.save_steps}. Nothing was saved."
+    command = shlex.join(
+        ["trellium", "sft", *_without_resume(arguments), "--resume_from_checkpoint", trainer.resume_point]
+    )
+    return f"{stands}. The last checkpoint of this run is {trainer.resume_point}. Go on with:\n  {command}"
 
 
 def _without_resume(arguments: list[str]) -> list[str]:

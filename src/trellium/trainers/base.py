@@ -31,7 +31,13 @@ from trellium.monitor.metrics import MetricSink
 from trellium.monitor.throughput import ThroughputMeter
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
 from trellium.trainers.base_config import BaseConfig
-from trellium.trainers.checkpoints import begin_checkpoint, drop_pad_collision, resumable_checkpoint, write_model_card
+from trellium.trainers.checkpoints import (
+    begin_checkpoint,
+    drop_pad_collision,
+    resumable_checkpoint,
+    warn_of_other_runs,
+    write_model_card,
+)
 from trellium.trainers.mixture import RouterLoss
 from trellium.trainers.random_state import load_accelerator_random_state, save_accelerator_random_state
 
@@ -73,6 +79,8 @@ class BaseTrainer(Trainer):
     method: ClassVar[str] = ""
     score_outputs: ClassVar[tuple[str, ...]] = ("logprob",)
     loss_is_scaled_for_ga = True  # transformers: do not divide by the accumulation steps
+    resume_point: str | None = None
+    """The checkpoint from which the current run would go on: its own last one, or the one it was resumed from."""
 
     def __init__(
         self,
@@ -368,6 +376,9 @@ class BaseTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last in the output folder."""
         checkpoint = resumable_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        if self.args.should_save:
+            warn_of_other_runs(self.args.output_dir, checkpoint)
+        self.resume_point = checkpoint
         return super().train(resume_from_checkpoint=checkpoint, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -380,6 +391,8 @@ class BaseTrainer(Trainer):
             begin_checkpoint(self.args.output_dir, self.state.global_step)
             self.state.stateful_callbacks[_COUNTERS] = self._totals(self._sinks["train"].counts(self._reduce()))
             super()._save_checkpoint(model, trial)
+        if not self.args.save_only_model:
+            self.resume_point = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

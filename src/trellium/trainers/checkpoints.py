@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 
 from torch import nn
 
 from trellium.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _WRITTEN_LAST = "trainer_state.json"
 
@@ -44,6 +47,20 @@ def resumable_checkpoint(given: str | bool | None, output_dir: str) -> str | Non
         known = f"{output_dir} has {', '.join(here)}" if here else f"{output_dir} has none"
         raise ConfigError(f"{given} is not a checkpoint: it has no trainer_state.json. Of checkpoints, {known}.")
     return str(folder)
+
+
+def warn_of_other_runs(output_dir: str, resumed: str | None) -> None:
+    """Warn if `output_dir` has checkpoints that are not of the run that starts; `resumed` is the checkpoint it goes on from, if any."""
+    if resumed is not None and Path(resumed).resolve().parent == Path(output_dir).resolve():
+        return
+    others = sorted(Path(output_dir).glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder.name))
+    if others:
+        logger.warning(
+            "%s holds %s of an earlier run. This run overwrites those of the same step, and save_total_limit counts them in. "
+            "Choose another output_dir to keep them apart, or go on from the last with resume_from_checkpoint.",
+            output_dir,
+            ", ".join(folder.name for folder in others[:3]) + (" …" if len(others) > 3 else ""),
+        )
 
 
 def begin_checkpoint(output_dir: str, step: int) -> None:
