@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.trainers.tiny_runs import losses, tiny_trainer, token_rows
+from trellium.errors import ConfigError
+from trellium.monitor import max_compiles
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +41,35 @@ def test_without_compilation_every_step_is_steady_and_nothing_more_is_logged(tmp
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["steady_tokens_per_second"] >= entry["tokens_per_second"] for entry in logged)
     assert not [name for entry in logged for name in entry if name.startswith("compile/")]
+
+
+def test_compiling_block_by_block_trains_as_eager_does_on_one_graph_pair(tmp_path):
+    rows = token_rows(8, shortest=12, longest=12).map(lambda row: {"labels": row["input_ids"]})
+    options = {"train_dataset": rows, "per_device_train_batch_size": 2}
+    plain = tiny_trainer(tmp_path / "plain", **options)
+    plain.train()
+    blocks = tiny_trainer(
+        tmp_path / "blocks",
+        torch_compile=True,
+        torch_compile_backend="aot_eager",
+        compile_regions="blocks",
+        pad_to_multiple_of=4,
+        **options,
+    )
+    with max_compiles(1):
+        blocks.train()
+    assert losses(blocks) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def test_what_is_compiled_must_be_a_known_region(tmp_path):
+    with pytest.raises(ConfigError, match="compile_regions must be one of auto, model, blocks, got 'layers'"):
+        tiny_trainer(tmp_path, compile_regions="layers")
+
+
+@pytest.mark.skipif(not hasattr(torch, "neuron"), reason="no neuron device")
+def test_blocks_are_the_choice_where_every_shape_is_compiled_ahead(tmp_path):
+    rows = token_rows(4)
+    assert tiny_trainer(tmp_path, train_dataset=rows, use_cpu=False, torch_compile=True)._compiles_blocks
+    assert not tiny_trainer(
+        tmp_path, train_dataset=rows, torch_compile=True, torch_compile_backend="aot_eager"
+    )._compiles_blocks

@@ -16,14 +16,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
+from trellium.capabilities import capabilities
 from trellium.data.prepare import check_vocabulary
 from trellium.errors import ConfigError, DatasetError, ModelError
 from trellium.forest.collate import ForestCollator
+from trellium.models.blocks import compile_blocks
 from trellium.models.loading import load_model, load_tokenizer
 from trellium.models.scoring import ScoreOutput, install_scores
 from trellium.monitor import ledger
@@ -116,6 +119,7 @@ class BaseTrainer(Trainer):
         eval_dataset = self._prepare(eval_dataset, "eval")
         if data_collator is None:
             data_collator = ForestCollator(self._pad_token_id(processing_class), args.row_multiple)
+        self._compiles_blocks = args.compiles_blocks(model)
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         super().__init__(
             model=model,
@@ -132,6 +136,13 @@ class BaseTrainer(Trainer):
             raise ConfigError(
                 f"{self.args.n_gpu} devices are visible to one process, which would replicate the model in threads and break exact normalisation. "
                 "Start one process a device with `accelerate launch` or `torchrun`, or show it one device."
+            )
+        if self._compiles_blocks:
+            compile_blocks(
+                self.model,
+                backend=args.torch_compile_backend,
+                mode=args.torch_compile_mode,
+                dynamic=self._dynamic_shapes,
             )
         self.throughput = ThroughputMeter(args.device)
         self._start_counting({})
@@ -211,6 +222,16 @@ class BaseTrainer(Trainer):
             if token_id is not None:
                 return token_id
         return 0
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        settings = super()._build_accelerator_args(**kwargs)
+        if self._compiles_blocks:  # else it would compile the model around them
+            settings["dynamo_plugin"] = TorchDynamoPlugin(backend=DynamoBackend.NO)
+        return settings
+
+    @property
+    def _dynamic_shapes(self) -> bool | None:
+        return False if capabilities(self.args.device).static_shapes else None
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         if dataset is None:

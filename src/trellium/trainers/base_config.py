@@ -12,15 +12,20 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers import TrainingArguments
 
 from trellium.capabilities import capabilities
 from trellium.errors import ConfigError
+from trellium.models.blocks import repeated_blocks
 
 logger = logging.getLogger(__name__)
 
 STATIC_SHAPE_MULTIPLE = 128
 """Row lengths and edges are rounded up to this where every new shape costs a compilation."""
+
+
+COMPILE_REGIONS = ("auto", "model", "blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,14 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
         default="auto",
         metadata={
             "help": "Round row lengths up to a multiple: a number, 'none', or 'auto' for 128 where every new shape is compiled, else none."
+        },
+    )
+
+    compile_regions: str = field(
+        default="auto",
+        metadata={
+            "help": "What torch_compile compiles: 'model', or 'blocks' for the repeated block once, so that compile time does not grow with depth; "
+            "'auto': blocks where every new shape is compiled and the model has them, else the model."
         },
     )
 
@@ -167,6 +180,14 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
         if not isinstance(self.max_steps, int):
             raise ConfigError(f"max_steps must be a whole number, -1 for none, got {self.max_steps!r}")
 
+    def compiles_blocks(self, model: nn.Module) -> bool:
+        """Whether `model` is compiled block by block: `compile_regions`, where `torch_compile` is on."""
+        if not self.torch_compile or self.compile_regions == "model":
+            return False
+        if self.compile_regions == "blocks":
+            return True
+        return capabilities(self.device).static_shapes and bool(repeated_blocks(model))
+
     def _refuse_inherited(self) -> None:
         if self.use_liger_kernel:
             raise ConfigError(
@@ -176,6 +197,10 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
             raise ConfigError(
                 f"label_smoothing_factor={self.label_smoothing_factor} is not supported yet: it needs every token's mean log-probability "
                 "over the vocabulary. Leave it at 0."
+            )
+        if self.compile_regions not in COMPILE_REGIONS:
+            raise ConfigError(
+                f"compile_regions must be one of {', '.join(COMPILE_REGIONS)}, got {self.compile_regions!r}"
             )
         if self.fp16 and self.bf16:
             raise ConfigError("fp16=True and bf16=True exclude each other. Set one.")
