@@ -4,6 +4,11 @@ Every message says what came, the rule, and the way out; for data, the file and 
 traceback and exits with `exit_code`. Anything else that is raised is a defect of ours and keeps its traceback.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class TrelliumError(Exception):
     """Base of the errors whose cause lies in what was given."""
@@ -21,3 +26,9 @@ class DatasetError(TrelliumError, ValueError):
 
 class ModelError(TrelliumError, ValueError):
     """A model that cannot be found, read, or trained as asked."""
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """A sentence that says a name is unknown and which known one is nearest."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"{what} {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trellium.cli import main
-from trellium.cli.training_options import read_config_file
+from trellium.trainers.config_file import read_config_file
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_config_file_gives_options_and_flags_win(here, saved_model, capsys):
 def test_the_env_block_is_exported_before_torch_is_imported(here):
     (here / "c.yaml").write_text("env:\n  TRELLIUM_TEST_VARIABLE: 7\nmax_steps: 3\n")
     code = (
-        "import sys, os; from trellium.cli.training_options import read_config_file\n"
+        "import sys, os; from trellium.trainers.config_file import read_config_file\n"
         "rest, keys, path = read_config_file(['--config', 'c.yaml', '--seed', '1'])\n"
         "assert os.environ['TRELLIUM_TEST_VARIABLE'] == '7' and 'torch' not in sys.modules\n"
         "assert (rest, keys, path) == (['--seed', '1'], {'max_steps': 3}, 'c.yaml')"

@@ -8,17 +8,13 @@ import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
-from trellium.cli.training_options import (
-    adapter_config,
-    help_text,
-    model_init_kwargs,
-    parse_options,
-    read_config_file,
-    setting_up,
-)
+from trellium.cli.early_checks import check_early, flag_values
+from trellium.trainers.config_file import read_config_file
 
 if TYPE_CHECKING:
+    from trellium.trainers.script_options import ModelConfig, ScriptArguments
     from trellium.trainers.sft import SFTTrainer
+    from trellium.trainers.sft_config import SFTConfig
 
 ABOUT = """\
 Supervised fine-tuning: the model learns to say what the rows of a dataset say. A row is a text, a conversation ('messages'), or a 'prompt' and its
@@ -54,23 +50,34 @@ def run(args: argparse.Namespace) -> int:
     """
     arguments: list[str] = args.arguments
     if {"-h", "--help", "--help-all"} & set(arguments):
-        from trellium.trainers.sft_config import SFTConfig
-
-        print(help_text(SFTConfig, "sft", ABOUT, EXAMPLES, everything="--help-all" in arguments), end="")
+        print(help_of(everything="--help-all" in arguments), end="")
         return 0
-    with setting_up("the config file cannot be used"):
-        flags, options, path = read_config_file(arguments)  # before anything imports torch
+    flags, options, path = read_config_file(arguments)  # before anything imports torch
+    check_early(flags, options, path)
     # Read when torch is loaded. Threads that wait by spinning take the cores from each other on a machine that is not idle.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    print("Loading PyTorch, the model and the data ...", flush=True)
+    from trellium.cli.training_options import parse_options
     from trellium.trainers.sft_config import SFTConfig
 
-    with setting_up("these options cannot be used"):
-        data, model, config = parse_options(SFTConfig, flags, options, path)
-    from trellium.cli.interruption import EXIT_CODE, stop_on_interrupt
+    data, model, config = parse_options(SFTConfig, flags, options, path)
+    return train(build_trainer(data, model, config, asked_cpu=_asks_for_cpu(flags, options)), arguments)
 
-    with setting_up("the trainer cannot be made of these options"):
-        trainer = build_trainer(data, model, config)
-    resume = config.resume_from_checkpoint
+
+def help_of(*, everything: bool) -> str:
+    """The help of the command."""
+    from trellium.cli.training_options import help_text
+    from trellium.trainers.sft_config import SFTConfig
+
+    return help_text(SFTConfig, "sft", ABOUT, EXAMPLES, everything=everything)
+
+
+def train(trainer: SFTTrainer, arguments: list[str]) -> int:
+    """Train, save and summarise; if Ctrl-C ends it, say how to go on. The exit code."""
+    from trellium.cli.interruption import EXIT_CODE, stop_on_interrupt
+    from trellium.cli.run_report import print_summary
+
+    resume = trainer.args.resume_from_checkpoint
     began = time.perf_counter()
     try:
         with stop_on_interrupt(trainer) as stop:
@@ -78,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
                 resume_from_checkpoint=(resume not in ("true", "True", "last") and resume) or bool(resume)
             )
             stop.check(trainer)
-            trainer.save_model(config.output_dir)
+            trainer.save_model(trainer.args.output_dir)
     except KeyboardInterrupt:
         print("\n" + stopped_message(trainer, arguments))
         return EXIT_CODE
@@ -86,10 +93,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def build_trainer(data: Any, model: Any, config: Any) -> SFTTrainer:
+def _asks_for_cpu(flags: list[str], options: dict[str, Any]) -> bool:
+    """Whether `use_cpu` was asked for, rather than found to be all there is."""
+    return str({**options, **flag_values(flags)}.get("use_cpu", "")).lower() in ("true", "1", "yes", "y", "t", "on")
+
+
+def build_trainer(data: ScriptArguments, model: ModelConfig, config: SFTConfig, *, asked_cpu: bool) -> SFTTrainer:
     """The trainer that the options describe; errors as in `run`."""
+    from trellium.cli.devices import device_sentence, refuse_a_missing_neuron
+    from trellium.cli.run_report import PlanPrinter
+    from trellium.cli.training_options import model_init_kwargs
     from trellium.data.files import load_dataset_from
+    from trellium.models.places import BUNDLED_MODEL
+    from trellium.trainers.script_options import get_peft_config
     from trellium.trainers.sft import SFTTrainer
+
+    if not asked_cpu:
+        refuse_a_missing_neuron()
 
     def rows(split: str) -> Any:
         return load_dataset_from(data.dataset_name, split, config=data.dataset_config, streaming=data.dataset_streaming)
@@ -97,13 +117,17 @@ def build_trainer(data: Any, model: Any, config: Any) -> SFTTrainer:
     train_dataset = rows(data.dataset_train_split)
     eval_dataset = rows(data.dataset_test_split) if config.eval_strategy != "no" else None
     config.model_init_kwargs = model_init_kwargs(model, config)
-    return SFTTrainer(
+    trainer = SFTTrainer(
         model.model_name_or_path,
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        peft_config=adapter_config(model),
+        peft_config=get_peft_config(model),
     )
+    name = model.model_name_or_path or BUNDLED_MODEL
+    device = device_sentence(str(config.device), asked=asked_cpu)
+    trainer.add_callback(PlanPrinter(trainer, model=name, data=data.dataset_name, device=device))
+    return trainer
 
 
 def stopped_message(trainer: SFTTrainer, arguments: list[str]) -> str:
@@ -128,25 +152,3 @@ def _without_resume(arguments: list[str]) -> list[str]:
         elif not argument.replace("-", "_").startswith("__resume_from_checkpoint="):
             kept.append(argument)
     return kept
-
-
-def print_summary(trainer: SFTTrainer, metrics: dict[str, float], seconds: float) -> None:
-    """What the run did, in a few lines."""
-    from rich.console import Console
-    from rich.table import Table
-
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    table = Table(title="Run summary", show_header=False)
-    table.add_row("steps", f"{trainer.state.global_step}")
-    table.add_row("seconds", f"{seconds:.1f}")
-    table.add_row("mean training loss", f"{metrics['train_loss']:.4f}")
-    if steps:
-        table.add_row("first and last logged loss", f"{steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f}")
-        table.add_row("tokens", f"{steps[-1]['num_tokens']:,}")
-        table.add_row("tokens per second, last logged", f"{steps[-1]['tokens_per_second']:,.0f}")
-        table.add_row("peak memory", f"{steps[-1]['peak_memory_gib']:.2f} GiB ({trainer.args.device})")
-    if evaluations:
-        table.add_row("held-out loss", f"{evaluations[-1]['eval_loss']:.4f}")
-    table.add_row("saved in", trainer.args.output_dir)
-    Console().print(table)

@@ -10,7 +10,6 @@ inside (one tool's arguments from another's) without Arrow filling in what they 
 from __future__ import annotations
 
 import csv
-import difflib
 import hashlib
 import json
 import os
@@ -34,15 +33,15 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.exceptions import DatasetsError
 
 from trellium.data.cache import cached_folder
-from trellium.data.python_docs import PYTHON_DOCS, python_docs
+from trellium.data.places import PYTHON_DOCS, SUFFIXES, check_dataset_name
 from trellium.data.python_docs import SPLITS as PYTHON_DOCS_SPLITS
+from trellium.data.python_docs import python_docs
 from trellium.data.rows import SOURCE_COLUMN, shorten
 from trellium.errors import DatasetError
 
 _REVISION = 1
 """Raised when the same file gives other rows than before."""
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 _SPLIT_NAMES = {"train": ("train",), "test": ("test", "eval"), "validation": ("validation", "valid", "val", "dev")}
 
 _Row = tuple[str, dict[str, Any]]
@@ -73,6 +72,7 @@ def load_dataset_from(
     Raises:
         DatasetError: nothing by that name, no such split, or a line that is not a row.
     """
+    check_dataset_name(path_or_name)
     name = os.fspath(path_or_name)
     path = Path(name).expanduser()
     if name == PYTHON_DOCS:
@@ -87,8 +87,6 @@ def load_dataset_from(
                 f"{path}: a single file has only the split 'train', {split!r} was asked for. Name the other file, or a folder with {split}.jsonl in it."
             )
         return _load_file(path)
-    if path.suffix in SUFFIXES or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name:
-        raise _no_such_file(path)
     return _load_from_hub(name, split, config=config, online=online, streaming=streaming)
 
 
@@ -113,18 +111,6 @@ def _no_split(name: str, split: str, there: tuple[str, ...]) -> DatasetError:
     return DatasetError(
         f"{name}: there is no split {split!r}. It has {', '.join(map(repr, there)) or 'none'}: choose one of these."
     )
-
-
-def _no_such_file(path: Path) -> DatasetError:
-    folder = path.parent
-    if not folder.is_dir():
-        return DatasetError(
-            f"{path}: no such file, and no such folder {folder}. Check the path; relative ones start at {Path.cwd()}."
-        )
-    there = sorted(entry.name for entry in folder.iterdir() if entry.suffix in SUFFIXES)
-    near = difflib.get_close_matches(path.name, there, n=1) or there[:3]
-    hint = f"In that folder there is {', '.join(near)}." if near else "There is no dataset file in that folder."
-    return DatasetError(f"{path}: no such file. {hint} Check the path; relative ones start at {Path.cwd()}.")
 
 
 def _load_from_hub(

@@ -24,11 +24,11 @@ from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
 from trellium.data.cache import cached_folder
+from trellium.data.places import PYTHON_DOCS
 from trellium.data.rows import SOURCE_COLUMN
 
 logger = logging.getLogger(__name__)
 
-PYTHON_DOCS = "python-docs"
 SPLITS = ("train", "test")
 HELD_OUT = 20
 """One row in so many is held out."""

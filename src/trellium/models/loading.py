@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from trellium.errors import ModelError
-from trellium.models.bundled import BUNDLED_MODEL, bundled_model_folder
-
-_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "consolidated*.bin")
+from trellium.errors import ConfigError, ModelError
+from trellium.models.bundled import bundled_model_folder
+from trellium.models.places import BUNDLED_MODEL, model_place
 
 
 def load_model(name_or_path: str | os.PathLike | None = None, **init_kwargs: Any) -> PreTrainedModel:
@@ -29,12 +29,28 @@ def load_model(name_or_path: str | os.PathLike | None = None, **init_kwargs: Any
         init_kwargs: those of `from_pretrained`; `dtype` is float32, `trust_remote_code` False unless given.
 
     Raises:
-        ModelError: nothing there, nothing that can be read, or only weights in pickles.
+        ModelError: nothing there, nothing that can be read, only weights in pickles, or weights without a tensor that the model needs.
     """
     where = _resolve(name_or_path)
     options = {"dtype": "float32", "trust_remote_code": False, "use_safetensors": True, **init_kwargs}
+    _check_dtype(options["dtype"])
     with _explained(where):
-        return AutoModelForCausalLM.from_pretrained(where, **options)
+        model, found = AutoModelForCausalLM.from_pretrained(where, **options, output_loading_info=True)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{where} has no weights for {len(missing)} of the tensors of {type(model).__name__}: {', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}. "
+            "They would be trained from random numbers. Was the download or the copy cut short, or is it another kind of model?"
+        )
+    return model
+
+
+def _check_dtype(dtype: Any) -> None:
+    known = dtype in (None, "auto") or isinstance(
+        getattr(torch, dtype, None) if isinstance(dtype, str) else dtype, torch.dtype
+    )
+    if not known:
+        raise ConfigError(f"dtype must be one of torch's, such as 'float32' or 'bfloat16', or 'auto', got {dtype!r}")
 
 
 def load_tokenizer(name_or_path: str | os.PathLike | None = None, **init_kwargs: Any) -> PreTrainedTokenizerBase:
@@ -45,51 +61,7 @@ def load_tokenizer(name_or_path: str | os.PathLike | None = None, **init_kwargs:
 
 
 def _resolve(name_or_path: str | os.PathLike | None, *, weights: bool = True) -> str:
-    name = "" if name_or_path is None else os.fspath(name_or_path)
-    if name in ("", BUNDLED_MODEL):
-        return str(bundled_model_folder())
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        _check_folder(folder, weights=weights)
-        return str(folder)
-    if folder.is_file():
-        raise ModelError(
-            f"{name} is a file; a model is a folder with config.json and its safetensors. Give the folder."
-        )
-    if _looks_like_a_path(name):
-        raise ModelError(
-            f"there is no folder {name} (looked for {folder.absolute()}). Give a folder with a saved model, a Hub name like 'owner/model', or leave "
-            f"the model out for the bundled {BUNDLED_MODEL}."
-        )
-    return name
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or (os.sep != "/" and os.sep in name)
-
-
-def _check_folder(folder: Path, *, weights: bool) -> None:
-    if not weights:
-        return
-    if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise ModelError(
-                f"{folder} is an adapter, not a model. Load both with peft.AutoPeftModelForCausalLM.from_pretrained(…, is_trainable=True) and "
-                "give the trainer the result."
-            )
-        checkpoints = sorted(path.name for path in folder.glob("checkpoint-*") if (path / "config.json").is_file())
-        hint = f" It has the checkpoints {', '.join(checkpoints)}: give one of them." if checkpoints else ""
-        raise ModelError(f"{folder} has no config.json, so it is not a saved model.{hint}")
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        if pickles:
-            raise ModelError(
-                f"{folder} has its weights in a pickle ({pickles[0]}), which can run any code when it is opened, and none in safetensors. "
-                "If you trust it, convert it once: AutoModelForCausalLM.from_pretrained(folder, use_safetensors=False).save_pretrained(other)."
-            )
-        raise ModelError(
-            f"{folder} has a config.json but no *.safetensors, so no weights. Was the download or the copy cut short?"
-        )
+    return model_place(name_or_path, weights=weights) or str(bundled_model_folder())
 
 
 @contextmanager
@@ -111,6 +83,8 @@ def _explained(where: str) -> Iterator[None]:
         raise ModelError(
             f"model {where!r} was not found: {why}. Without a model the bundled {BUNDLED_MODEL} is used."
         ) from error
+    except ImportError as error:  # an attention or a tokenizer whose package is missing
+        raise ModelError(f"{where} cannot be loaded: {' '.join(str(error).split())}") from error
     except ValueError as error:
         text = str(error)
         if "trust_remote_code" in text:

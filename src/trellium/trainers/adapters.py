@@ -6,11 +6,12 @@ before the prompt, whose tokens have no place in a forest.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
 
-from trellium.errors import ConfigError
+from trellium.errors import ConfigError, unknown_name
 from trellium.trainers.base_config import BaseConfig
 
 
@@ -64,7 +65,20 @@ def _new_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
             "the model has an adapter already, and peft_config asks for one more. Give one of the two: merge the first with "
             "model.merge_and_unload(), or leave peft_config out and train the one it has."
         )
+    _check_modules_to_save(model, peft_config)
     try:
-        return get_peft_model(model, peft_config)
+        with warnings.catch_warnings():
+            # PEFT asks by a name that transformers has renamed.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+            return get_peft_model(model, peft_config)
     except ValueError as error:
         raise ConfigError(f"PEFT cannot put this adapter on {type(model).__name__}: {error}") from error
+
+
+def _check_modules_to_save(model: nn.Module, peft_config: Any) -> None:
+    """PEFT passes by a name that no module has, and its module would stay as it was."""
+    names = [name for name, _ in model.named_modules()]
+    for wanted in getattr(peft_config, "modules_to_save", None) or ():
+        if not any(name.endswith(wanted) for name in names):
+            known = {name.rpartition(".")[2] for name in names if name}
+            raise ConfigError(f"{unknown_name('modules_to_save: the model has no module', wanted, known)}")

@@ -397,6 +397,12 @@ class BaseTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """Train; `resume_from_checkpoint` is a checkpoint's folder, or True for the last in the output folder."""
         checkpoint = resumable_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        if self.train_dataset is None:
+            raise ConfigError("there is nothing to train on: give the trainer a train_dataset.")
+        if self.args.max_steps <= 0 and self.args.num_train_epochs <= 0:
+            raise ConfigError(
+                "num_train_epochs is 0 and max_steps is not set, so there is no step to train. Set one of them."
+            )
         if self.args.should_save:
             warn_of_other_runs(self.args.output_dir, checkpoint)
         self.resume_point = checkpoint

@@ -6,18 +6,20 @@ anyway (`packing=False`) is allowed, asking for more raises a `ConfigError` that
 
 from __future__ import annotations
 
-import difflib
 import logging
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from trellium.capabilities import capabilities
-from trellium.errors import ConfigError
+from trellium.errors import ConfigError, unknown_name
 from trellium.models.blocks import repeated_blocks
+from trellium.trainers.known_options import KnownOptions, NotYet
 
 logger = logging.getLogger(__name__)
 
@@ -28,23 +30,8 @@ STATIC_SHAPE_MULTIPLE = 128
 COMPILE_REGIONS = ("auto", "model", "blocks")
 
 
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """An option of TRL that is not here: the value that asks for nothing more, and what to do instead."""
-
-    nothing: Any
-    instead: str
-
-
-class _KnownOptions(type):
-    """Checks the names given to a config before its dataclass does, so that the answer can be more than 'unexpected keyword'."""
-
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        return super().__call__(*args, **cls.known_options(options))  # type: ignore[attr-defined]
-
-
 @dataclass
-class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
+class BaseConfig(TrainingArguments, metaclass=KnownOptions):
     """What every trainer can be told, beside `transformers.TrainingArguments`.
 
     Defaults that differ from `TrainingArguments`: `learning_rate` (each trainer's own), `logging_steps` 10, `gradient_checkpointing` True, `bf16`
@@ -107,24 +94,6 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
         },
     )
 
-    @classmethod
-    def known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """`options` without those of `not_yet` that ask for what happens anyway.
-
-        Raises:
-            ConfigError: an option of TRL's that is not here yet, or a name nobody knows.
-        """
-        names = {entry.name for entry in fields(cls) if entry.init}
-        for name, value in options.items():
-            if name in names:
-                continue
-            if name in cls.not_yet:
-                if value != cls.not_yet[name].nothing:
-                    raise ConfigError(f"{name}={value!r} is not supported yet. {cls.not_yet[name].instead}")
-                continue
-            raise ConfigError(unknown_name(f"{cls.__name__} has no option", name, names))
-        return {name: value for name, value in options.items() if name in names}
-
     def __post_init__(self) -> None:
         self._refuse_inherited()
         self._check_numbers()
@@ -147,6 +116,7 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
             if hasattr(self, new) and getattr(self, new) is None:
                 setattr(self, new, getattr(self, old))
         super().__post_init__()
+        self._check_reports()
         if isinstance(self.model_init_kwargs, str):
             raise ConfigError(
                 f'model_init_kwargs must be a JSON object like \'{{"dtype": "bfloat16"}}\', got {self.model_init_kwargs!r}'
@@ -179,6 +149,22 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
                 raise ConfigError(f"{name} must be a number from {least}, got {value!r}")
         if not isinstance(self.max_steps, int):
             raise ConfigError(f"max_steps must be a whole number, -1 for none, got {self.max_steps!r}")
+        noise = self.neftune_noise_alpha
+        if noise is not None and not (isinstance(noise, int | float) and 0 <= noise < 2**32):
+            raise ConfigError(f"neftune_noise_alpha must be a number from 0, or unset for no noise, got {noise!r}")
+
+    def _check_reports(self) -> None:
+        """Hold `report_to` to what transformers can report to here; `TrainingArguments` has made a list of it."""
+        for name in self.report_to or ():
+            if name not in INTEGRATION_TO_CALLBACK:
+                known = sorted({*INTEGRATION_TO_CALLBACK, "all", "none"})
+                raise ConfigError(
+                    f"{unknown_name('report_to knows no', name, known)} It takes {', '.join(known)}, or several."
+                )
+            if name not in get_available_reporting_integrations():
+                raise ConfigError(
+                    f"report_to={name!r} needs its package, which is not installed. Install it, or set report_to=none."
+                )
 
     def compiles_blocks(self, model: nn.Module) -> bool:
         """Whether `model` is compiled block by block: `compile_regions`, where `torch_compile` is on."""
@@ -214,12 +200,6 @@ class BaseConfig(TrainingArguments, metaclass=_KnownOptions):
         if not text.isdigit() or int(text) < 1:
             raise ConfigError(f"pad_to_multiple_of must be a number from 1, 'none' or 'auto', got {given!r}")
         return int(text)
-
-
-def unknown_name(what: str, name: str, known: Any) -> str:
-    """A sentence that says a name is unknown and which known one is nearest."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"{what} {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
 
 
 _said: set[str] = set()

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from trellium.errors import ConfigError
-from trellium.trainers.base_config import BaseConfig, NotYet
+from trellium.trainers.base_config import BaseConfig
+from trellium.trainers.known_options import NotYet
 
 LOSS_TYPES = ("nll", "dft")
 TRUNCATION_MODES = ("keep_start", "keep_end")
@@ -21,8 +22,8 @@ class SFTConfig(BaseConfig):
 
     not_yet: ClassVar[dict[str, NotYet]] = {
         "packing": NotYet(False, _PADDED),
-        "packing_strategy": NotYet("bfd", _PADDED),
-        "eval_packing": NotYet(None, _PADDED),
+        "packing_strategy": NotYet("bfd", _PADDED, also=("bfd_split", "wrapped")),
+        "eval_packing": NotYet(None, _PADDED, also=(False,)),
         "padding_free": NotYet(False, _PADDED),
         "activation_offloading": NotYet(
             False, "gradient_checkpointing saves most of the memory it would: leave it unset."

@@ -1,0 +1,109 @@
+"""What can be said against a command's options before torch and transformers, which take seconds, are imported.
+
+The names of the options are read from the sources of the dataclasses that define them: a tenth of a second. Values are looked at where a slip is
+likely and costs a wait: paths, and names of types. Everything is checked again, and completely, by the parser and the trainer.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from trellium.data.places import PYTHON_DOCS, check_dataset_name
+from trellium.errors import ConfigError, unknown_name
+from trellium.models.places import model_place
+from trellium.trainers.script_options import DTYPES, ModelConfig, ScriptArguments
+
+DEFAULTS = {"dataset_name": PYTHON_DOCS, "output_dir": "runs/sft"}
+"""What a training command takes where its user says nothing."""
+
+_SOURCES = (
+    ("transformers", "training_args.py", "TrainingArguments"),
+    ("trellium", "trainers/base_config.py", "BaseConfig"),
+    ("trellium", "trainers/sft_config.py", "SFTConfig"),
+)
+
+
+def check_early(flags: Sequence[str], options: dict[str, Any], path: str) -> None:
+    """Raise for an option nobody knows and for a value that is seen to be wrong; what is not seen to be is left to later.
+
+    Args:
+        flags: the command line's, which win.
+        options: the config file's keys and values.
+        path: the config file's name, for messages.
+
+    Raises:
+        TrelliumError: what came, the rule, and the way out.
+    """
+    given = flag_values(flags)
+    known = option_names()
+    for where, names in ((f"{path}: ", options), ("", given)):
+        for name in names:
+            positive = name.removeprefix("no_") if name.startswith("no_") else name
+            if name not in known and positive not in known:
+                raise ConfigError(f"{where}{unknown_name('there is no option', name, known)} --help lists them.")
+    values = {**DEFAULTS, **options, **given}
+    check_dataset_name(_text(values["dataset_name"]))
+    model_place(_text(values.get("model_name_or_path")))
+    _check_output_dir(_text(values["output_dir"]) or DEFAULTS["output_dir"])
+    dtype = _text(values.get("dtype", "float32"))
+    if dtype and dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def option_names() -> set[str]:
+    """The options of `trellium sft`, with those of TRL that are answered by name."""
+    names = {entry.name for one in (ScriptArguments, ModelConfig) for entry in fields(one)}
+    names |= {*ScriptArguments.not_yet, *ModelConfig.not_yet}
+    for package, file, class_name in _SOURCES:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(f"the package {package} is not installed, and training needs it: pip install {package}")
+        names |= _names_in(Path(spec.submodule_search_locations[0]) / file, class_name)
+    return names
+
+
+def flag_values(flags: Sequence[str]) -> dict[str, str]:
+    """The value of each `--name value` or `--name=value`, with `_` for `-`; of several values the first, `true` for none."""
+    given: dict[str, str] = {}
+    for index, flag in enumerate(flags):
+        if not flag.startswith("--"):
+            continue
+        name, equals, value = flag.removeprefix("--").partition("=")
+        following = flags[index + 1] if index + 1 < len(flags) else "--"
+        given[name.replace("-", "_")] = value if equals else "true" if following.startswith("--") else following
+    return given
+
+
+def _names_in(source: Path, class_name: str) -> set[str]:
+    """The fields of a dataclass, and the keys of its `not_yet`, from its source."""
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name).body
+    names: set[str] = set()
+    for node in body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        if node.target.id == "not_yet" and isinstance(node.value, ast.Dict):
+            names |= {
+                key.value for key in node.value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            }
+        elif "ClassVar" not in ast.unparse(node.annotation) and not node.target.id.startswith("_"):
+            names.add(node.target.id)
+    return names
+
+
+def _check_output_dir(output_dir: str) -> None:
+    folder = Path(output_dir)
+    file = next((place for place in (folder, *folder.parents) if place.is_file()), None)
+    if file is not None:
+        raise ConfigError(
+            f"output_dir {output_dir}: {file} is a file, so no folder can be there. Choose another output_dir."
+        )
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
