@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from tests.tiny_tokenizer import CHATML, CHATML_MARKED, tiny_tokenizer
-from trellium.data.prepare import prepare_dataset
+from trellium.data.prepare import PrepareOptions, prepare_dataset
 from trellium.data.templates import ChatTemplate, tokens_in_spans
 
 pytestmark = pytest.mark.peers
@@ -43,7 +43,7 @@ def test_tokens_and_labels_are_those_of_trls_trainer(kind, max_length, tmp_path)
     theirs = SFTTrainer(
         model, config, train_dataset=Dataset.from_list(ROWS[kind]), processing_class=tokenizer
     ).train_dataset
-    ours = prepare_dataset(Dataset.from_list(ROWS[kind]), tokenizer, max_length=max_length)
+    ours = prepare_dataset(Dataset.from_list(ROWS[kind]), tokenizer, PrepareOptions(max_length=max_length))
     assert len(ours) == len(theirs)
     for mine, their in zip(ours, theirs, strict=True):
         assert mine["input_ids"] == list(their["input_ids"])
@@ -57,7 +57,9 @@ def test_an_assistants_mask_is_trls_but_for_the_line_break_after_the_end_of_turn
     theirs = tokenizer.apply_chat_template(
         rows[0]["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    [ours] = prepare_dataset(Dataset.from_list(rows), tiny_tokenizer(CHATML), max_length=None, assistant_only_loss=True)
+    [ours] = prepare_dataset(
+        Dataset.from_list(rows), tiny_tokenizer(CHATML), PrepareOptions(max_length=None, assistant_only_loss=True)
+    )
     assert [int(label != -100) for label in ours["labels"]] == theirs["assistant_masks"]
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from tests.tiny_tokenizer import CHATML, tiny_tokenizer
 from trellium.data.files import available_splits, load_dataset_from
-from trellium.data.prepare import prepare_dataset
+from trellium.data.prepare import PrepareOptions, prepare_dataset
 from trellium.data.rows import SOURCE_COLUMN
 from trellium.errors import DatasetError
 
@@ -179,7 +179,7 @@ def test_the_line_survives_to_errors_of_tokenization(tmp_path):
     path = write(tmp_path / "a.jsonl", *rows)
     dataset = load_dataset_from(path).shuffle(seed=1)
     with pytest.raises(DatasetError) as error:
-        prepare_dataset(dataset, tiny_tokenizer(CHATML), max_length=64)
+        prepare_dataset(dataset, tiny_tokenizer(CHATML), PrepareOptions(max_length=64))
     assert str(error.value) == (
         f"{path}:17: message 0 of 'messages' has the role 'usr'. Accepted roles are system, developer, user, assistant, tool, function, ipython. Did you mean 'user'?"
     )

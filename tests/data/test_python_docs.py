@@ -11,7 +11,7 @@ import pytest
 from tests.tiny_tokenizer import CHATML, tiny_tokenizer
 from trellium.data import python_docs as module
 from trellium.data.files import load_dataset_from
-from trellium.data.prepare import prepare_dataset
+from trellium.data.prepare import PrepareOptions, prepare_dataset
 from trellium.data.python_docs import python_docs
 
 LIBRARY = {
@@ -83,7 +83,7 @@ def test_the_rows_can_be_trained_on(shared_home, monkeypatch):
     monkeypatch.setenv("TRELLIUM_HOME", str(shared_home / "one"))
     rows = python_docs("test")
     tokenizer = tiny_tokenizer(CHATML)
-    prepared = prepare_dataset(rows, tokenizer, max_length=512)
+    prepared = prepare_dataset(rows, tokenizer, PrepareOptions(max_length=512))
     learned = tokenizer.decode([label for label in prepared[0]["labels"] if label != -100])
     assert learned == rows[0]["completion"][0]["content"] + "<|im_end|>\n"
 

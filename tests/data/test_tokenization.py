@@ -8,14 +8,14 @@ import pytest
 from datasets import Dataset
 
 from tests.tiny_tokenizer import CHATML, CHATML_MARKED, LLAMA3, QWEN3, tiny_tokenizer
-from trellium.data.prepare import prepare_dataset, prepare_with_report
+from trellium.data.prepare import PrepareOptions, prepare_dataset, prepare_with_report
 from trellium.errors import ConfigError, DatasetError
 
 USER, ANSWER = {"role": "user", "content": "hi there"}, {"role": "assistant", "content": "hello"}
 
 
 def prepared(rows, tokenizer, **options):
-    return prepare_dataset(Dataset.from_list(rows), tokenizer, **{"max_length": None, **options})
+    return prepare_dataset(Dataset.from_list(rows), tokenizer, PrepareOptions(**{"max_length": None, **options}))
 
 
 def trained_text(tokenizer, row):
@@ -72,7 +72,9 @@ def test_a_token_merged_across_the_prompts_end_is_trained_and_counted_in_one_war
         != tokenizer("value ")["input_ids"]
     )
     with caplog.at_level(logging.WARNING):
-        dataset, report = prepare_with_report(Dataset.from_list(rows), tokenizer, max_length=None, name="mine")
+        dataset, report = prepare_with_report(
+            Dataset.from_list(rows), tokenizer, PrepareOptions(max_length=None, name="mine")
+        )
     assert report.merged_prompts == 2
     warnings = [record.getMessage() for record in caplog.records if "prefix" in record.getMessage()]
     assert len(warnings) == 1

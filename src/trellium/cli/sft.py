@@ -111,8 +111,10 @@ def build_trainer(data: ScriptArguments, model: ModelConfig, config: SFTConfig, 
     if not asked_cpu:
         refuse_a_missing_neuron()
 
+    dataset = data.dataset_name or ""
+
     def rows(split: str) -> Any:
-        return load_dataset_from(data.dataset_name, split, config=data.dataset_config, streaming=data.dataset_streaming)
+        return load_dataset_from(dataset, split, config=data.dataset_config, streaming=data.dataset_streaming)
 
     train_dataset = rows(data.dataset_train_split)
     eval_dataset = rows(data.dataset_test_split) if config.eval_strategy != "no" else None
@@ -126,7 +128,7 @@ def build_trainer(data: ScriptArguments, model: ModelConfig, config: SFTConfig, 
     )
     name = model.model_name_or_path or BUNDLED_MODEL
     device = device_sentence(str(config.device), asked=asked_cpu)
-    trainer.add_callback(PlanPrinter(trainer, model=name, data=data.dataset_name, device=device))
+    trainer.add_callback(PlanPrinter(trainer, model=name, data=dataset, device=device))
     return trainer
 
 

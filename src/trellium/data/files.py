@@ -39,7 +39,7 @@ from trellium.data.python_docs import python_docs
 from trellium.data.rows import SOURCE_COLUMN, shorten
 from trellium.errors import DatasetError
 
-_REVISION = 1
+_REVISION = 2
 """Raised when the same file gives other rows than before."""
 
 _SPLIT_NAMES = {"train": ("train",), "test": ("test", "eval"), "validation": ("validation", "valid", "val", "dev")}
@@ -335,20 +335,16 @@ def _read_csv(path: Path) -> Iterator[_Row]:
     _check_utf8(path)
     csv.field_size_limit(2**31 - 1)  # its own limit of 128 KiB is less than a long document
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file)
-        header = next(reader, [])
+        # Strictly: otherwise a quote that is never closed takes the rest of the file into one field.
+        reader = csv.reader(file, strict=True)
+        header = _next_fields(reader, path) or []
         if not any(header) or len(set(header)) < len(header):
             raise DatasetError(
                 f"{path}:1: the first line must name the columns, each once; got {shorten(header)}. Add a line such as prompt,completion."
             )
         while True:
             start = reader.line_num + 1
-            try:
-                fields = next(reader, None)
-            except csv.Error as error:
-                raise DatasetError(
-                    f"{path}:{start}: not valid CSV, {error}. Quote fields that hold commas, quotes or line breaks."
-                ) from None
+            fields = _next_fields(reader, path)
             if fields is None:
                 return
             if not fields:
@@ -359,6 +355,19 @@ def _read_csv(path: Path) -> Iterator[_Row]:
                     "Quote fields that hold commas or line breaks."
                 )
             yield f"{path}:{start}", dict(zip(header, fields, strict=True))
+
+
+def _next_fields(reader: Any, path: Path) -> list[str] | None:
+    start = reader.line_num + 1
+    try:
+        return next(reader, None)
+    except csv.Error as error:
+        why = str(error)
+        if "end of data" in why:
+            why = "a quote is opened there and never closed"
+        raise DatasetError(
+            f"{path}:{start}: not valid CSV, {why}. Quote fields that hold commas, quotes or line breaks, and write a quote inside as two."
+        ) from None
 
 
 def _read_text(path: Path) -> Iterator[_Row]:

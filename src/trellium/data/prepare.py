@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, List, Value
 
+from trellium.data.prepared import check_prepared
 from trellium.data.rows import RowFormat, check_options, detect_format, place_of
 from trellium.data.sequence import IGNORE_INDEX
+from trellium.data.token_checks import NO_LIMITS, TokenLimits
 from trellium.data.tokenization import FATE_REASONS, Fate, TokenizeRows
 from trellium.errors import ConfigError, DatasetError
 
@@ -38,6 +40,7 @@ _FEATURES = Features(
     }
 )
 _PREPARED = ("input_ids", "labels")
+_COUNTS = ("cut", "fate", "merged", "unstopped")
 _WAYS_OUT = {
     Fate.TOO_SHORT: "give longer texts",
     Fate.ALL_MASKED: "check the row's masks, or the options completion_only_loss and assistant_only_loss",
@@ -91,62 +94,11 @@ class PreparationReport:
         return "; ".join(parts) + "."
 
 
-def prepare_dataset(
-    dataset: Dataset | IterableDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int | None,
-    truncation_mode: str = "keep_start",
-    completion_only_loss: bool | None = None,
-    assistant_only_loss: bool = False,
-    dataset_text_field: str = "text",
-    eos_token: str | None = None,
-    num_proc: int | None = None,
-    formatting_func: Callable[[dict], str] | None = None,
-    skip_prepare: bool = False,
-    source: str | None = None,
-    name: str = "train",
-) -> Dataset | IterableDataset:
-    """The dataset as the trainers take it; see `prepare_with_report` for the arguments. What was done is logged in one line."""
-    prepared, _ = prepare_with_report(
-        dataset,
-        tokenizer,
-        max_length=max_length,
-        truncation_mode=truncation_mode,
-        completion_only_loss=completion_only_loss,
-        assistant_only_loss=assistant_only_loss,
-        dataset_text_field=dataset_text_field,
-        eos_token=eos_token,
-        num_proc=num_proc,
-        formatting_func=formatting_func,
-        skip_prepare=skip_prepare,
-        source=source,
-        name=name,
-    )
-    return prepared
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """How a dataset is prepared.
 
-
-def prepare_with_report(
-    dataset: Dataset | IterableDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int | None,
-    truncation_mode: str = "keep_start",
-    completion_only_loss: bool | None = None,
-    assistant_only_loss: bool = False,
-    dataset_text_field: str = "text",
-    eos_token: str | None = None,
-    num_proc: int | None = None,
-    formatting_func: Callable[[dict], str] | None = None,
-    skip_prepare: bool = False,
-    source: str | None = None,
-    name: str = "train",
-) -> tuple[Dataset | IterableDataset, PreparationReport | None]:
-    """The dataset as the trainers take it, and the account of what was done.
-
-    Args:
-        dataset: rows of an accepted kind (`trellium.data.rows`). An `IterableDataset` is prepared as it is read.
-        tokenizer: the model's.
+    Attributes:
         max_length: a longer row is cut to so many tokens; None leaves all as they are.
         truncation_mode: which part of a longer row is kept, `keep_start` or `keep_end`.
         completion_only_loss: train completions only; None means: where the dataset has them.
@@ -155,9 +107,65 @@ def prepare_with_report(
         eos_token: ends texts and completions in place of the tokenizer's own.
         num_proc: processes that tokenize.
         formatting_func: from a row to its text; the row's columns are then free.
-        skip_prepare: the dataset is returned as it came; it must have `input_ids`.
+        skip_prepare: rows have `input_ids` and `labels` already: they are checked and otherwise left as they are.
+        limits: of the model; a row beyond them is an error.
         source: what to call the rows' origin in errors, e.g. a file; `name` if None.
         name: what to call the dataset in the log and on the progress bar.
+
+    Raises:
+        ConfigError: options that cannot be, or cannot be together.
+    """
+
+    max_length: int | None
+    truncation_mode: str = "keep_start"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    dataset_text_field: str = "text"
+    eos_token: str | None = None
+    num_proc: int | None = None
+    formatting_func: Callable[[dict], str] | None = None
+    skip_prepare: bool = False
+    limits: TokenLimits = NO_LIMITS
+    source: str | None = None
+    name: str = "train"
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(
+                f"max_length={self.max_length}, but a row needs two tokens for one to be predicted. Set at least 2, or None for no limit."
+            )
+        if self.truncation_mode not in TRUNCATION_MODES:
+            raise ConfigError(
+                f"truncation_mode={self.truncation_mode!r} is not one of {', '.join(map(repr, TRUNCATION_MODES))}."
+            )
+        if self.formatting_func is not None and self.completion_only_loss:
+            raise ConfigError(
+                "completion_only_loss=True cannot be with formatting_func: in the one text it returns nothing marks the completion. "
+                "Map the dataset to 'prompt' and 'completion' columns instead."
+            )
+
+    @property
+    def called(self) -> str:
+        """What the dataset is called in errors."""
+        return self.source or self.name
+
+
+def prepare_dataset(
+    dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions
+) -> Dataset | IterableDataset:
+    """The dataset as the trainers take it; see `prepare_with_report`. What was done is logged in one line."""
+    return prepare_with_report(dataset, tokenizer, options)[0]
+
+
+def prepare_with_report(
+    dataset: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions
+) -> tuple[Dataset | IterableDataset, PreparationReport | None]:
+    """The dataset as the trainers take it, and the account of what was done.
+
+    Args:
+        dataset: rows of an accepted kind (`trellium.data.rows`). An `IterableDataset` is prepared as it is read.
+        tokenizer: the model's.
+        options: how.
 
     Returns:
         A dataset with the columns `input_ids` and `labels` (`[n]` each; -100 is not a target, and the first token never is one) and its
@@ -165,9 +173,38 @@ def prepare_with_report(
 
     Raises:
         DatasetError: no rows, a row that is wrong, or no row with anything to train.
-        ConfigError: options that do not fit the dataset or each other.
+        ConfigError: options that do not fit the dataset.
     """
-    called = source or name
+    _check_dataset(dataset, options.called)
+    dataset = dataset.with_format(None)
+    first = next(iter(dataset), None)
+    if first is None:
+        raise DatasetError(
+            f"{options.called}: the dataset is empty. Training needs at least one row: check the file, the split, and any filter."
+        )
+    columns = list(dataset.column_names or first)
+    if options.skip_prepare:
+        return check_prepared(dataset, columns, options.limits, options.called), None
+    tokenize = _tokenization(tokenizer, columns, first, options, streaming=isinstance(dataset, IterableDataset))
+    read = list(tokenize.format.columns)
+    dataset = dataset.select_columns(read)
+    if isinstance(dataset, IterableDataset):
+        features = Features({key: _FEATURES[key] for key in _PREPARED})
+        return dataset.map(tokenize, with_indices=True, batched=True, remove_columns=read, features=features), None
+    processes = options.num_proc or 1
+    tokenized = dataset.map(
+        tokenize,
+        with_indices=True,
+        batched=True,
+        remove_columns=read,
+        features=_FEATURES,
+        num_proc=processes if processes > 1 and len(dataset) >= 2 * processes else None,
+        desc=f"Tokenizing {options.name}",
+    )
+    return _keep_trainable(tokenized, dataset, options)
+
+
+def _check_dataset(dataset: object, called: str) -> None:
     if isinstance(dataset, dict | DatasetDict | IterableDatasetDict):
         splits = ", ".join(map(repr, dataset)) or "none"
         raise DatasetError(
@@ -181,141 +218,94 @@ def prepare_with_report(
         raise ConfigError(
             f"{called}: the dataset has a transform (with_transform or set_transform), which would run after tokenization. Apply it with dataset.map, or reset it with dataset.with_format(None)."
         )
-    if max_length is not None and max_length < 2:
-        raise ConfigError(
-            f"max_length={max_length}, but a row needs two tokens for one to be predicted. Set at least 2, or None for no limit."
-        )
-    if truncation_mode not in TRUNCATION_MODES:
-        raise ConfigError(
-            f"truncation_mode={truncation_mode!r} is not one of {', '.join(map(repr, TRUNCATION_MODES))}."
-        )
-    if formatting_func is not None and completion_only_loss:
-        raise ConfigError(
-            "completion_only_loss=True cannot be with formatting_func: in the one text it returns nothing marks the completion. "
-            "Map the dataset to 'prompt' and 'completion' columns instead."
-        )
 
-    dataset = dataset.with_format(None)
-    first = next(iter(dataset), None)
-    if first is None:
-        raise DatasetError(
-            f"{called}: the dataset is empty. Training needs at least one row: check the file, the split, and any filter."
-        )
-    columns = list(dataset.column_names or first)
-    if skip_prepare:
-        return _check_prepared(dataset, columns, called), None
 
-    if formatting_func is not None:
+def _tokenization(
+    tokenizer: PreTrainedTokenizerBase, columns: list[str], first: dict, options: PrepareOptions, *, streaming: bool
+) -> TokenizeRows:
+    """What is mapped over the rows, of which `first` is one."""
+    if options.formatting_func is not None:
         format = RowFormat("text", False, tuple(columns))
     else:
-        format = detect_format(columns, first, text_field=dataset_text_field, name=called)
+        format = detect_format(columns, first, text_field=options.dataset_text_field, name=options.called)
     completion_only = check_options(
-        format, name=called, completion_only_loss=completion_only_loss, assistant_only_loss=assistant_only_loss
+        format,
+        name=options.called,
+        completion_only_loss=options.completion_only_loss,
+        assistant_only_loss=options.assistant_only_loss,
     )
-    tokenize = TokenizeRows(
+    needs_eos = format.kind != "tokens" and not format.conversational
+    return TokenizeRows(
         tokenizer=tokenizer,
         format=format,
-        eos_token_id=_eos_token_id(tokenizer, eos_token, needed=format.kind != "tokens" and not format.conversational),
-        max_length=max_length,
-        truncation_mode=truncation_mode,
+        eos_token_id=_eos_token_id(tokenizer, options.eos_token, needed=needs_eos),
+        max_length=options.max_length,
+        truncation_mode=options.truncation_mode,
         completion_only_loss=completion_only,
-        assistant_only_loss=assistant_only_loss,
-        formatting_func=formatting_func,
-        name=called,
-        streaming=isinstance(dataset, IterableDataset),
+        assistant_only_loss=options.assistant_only_loss,
+        formatting_func=options.formatting_func,
+        name=options.called,
+        limits=options.limits,
+        streaming=streaming,
     )
-    dataset = dataset.select_columns(list(format.columns))
-    if isinstance(dataset, IterableDataset):
-        features = Features({key: _FEATURES[key] for key in _PREPARED})
-        return dataset.map(
-            tokenize, with_indices=True, batched=True, remove_columns=list(format.columns), features=features
-        ), None
-
-    tokenized = dataset.map(
-        tokenize,
-        with_indices=True,
-        batched=True,
-        remove_columns=list(format.columns),
-        features=_FEATURES,
-        num_proc=num_proc if num_proc and num_proc > 1 and len(dataset) >= 2 * num_proc else None,
-        desc=f"Tokenizing {name}",
-    )
-    return _keep_trainable(tokenized, dataset, called, name)
-
-
-def check_vocabulary(dataset: Dataset, vocabulary_size: int, name: str) -> None:
-    """Hold a prepared dataset's tokens to the model's vocabulary; one vectorised pass.
-
-    Raises:
-        DatasetError: a token the model has no embedding for; names the row.
-    """
-    start = 0
-    for batch in dataset.with_format("arrow").select_columns(["input_ids"]).iter(batch_size=10_000):
-        column = batch["input_ids"]
-        for chunk in column.chunks if hasattr(column, "chunks") else [column]:
-            ids = chunk.flatten().to_numpy(zero_copy_only=False)
-            outside = (ids < 0) | (ids >= vocabulary_size)
-            if outside.any():
-                first = int(outside.argmax())
-                row = start + int(
-                    np.searchsorted(
-                        np.cumsum(chunk.value_lengths().to_numpy(zero_copy_only=False)), first, side="right"
-                    )
-                )
-                raise DatasetError(
-                    f"{name}: row {row} (from 0) holds the token {int(ids[first])}, but the model's vocabulary has {vocabulary_size}. "
-                    "Tokenize with the model's own tokenizer."
-                )
-            start += len(chunk)
 
 
 def _rows(count: int) -> str:
     return f"{count} row" if count == 1 else f"{count} rows"
 
 
-def _keep_trainable(tokenized: Dataset, rows: Dataset, called: str, name: str) -> tuple[Dataset, PreparationReport]:
+def _keep_trainable(tokenized: Dataset, rows: Dataset, options: PrepareOptions) -> tuple[Dataset, PreparationReport]:
     """The rows with something to train, and the account; `rows` are those `tokenized` was made of, in the same order."""
-    table = tokenized.with_format("arrow")
-    fates = table.select_columns(["fate"])[:]["fate"].to_numpy()
-    cut = table.select_columns(["cut"])[:]["cut"].to_numpy()
-    flags = table.select_columns(["merged", "unstopped"])[:]
+    table = tokenized.with_format("arrow").select_columns(list(_COUNTS))[:]
+    counts = {name: np.asarray(table[name]) for name in _COUNTS}
+    fates = counts["fate"]
     dropped, examples = {}, {}
     for fate in FATE_REASONS:
         where = np.flatnonzero(fates == fate)
         if where.size:
             dropped[fate] = int(where.size)
-            examples[fate] = tuple(place_of(rows[int(index)], int(index), called) for index in where[:3])
+            examples[fate] = tuple(place_of(rows[int(index)], int(index), options.called) for index in where[:3])
     kept = np.flatnonzero(fates == Fate.KEPT)
     if not kept.size:
         why = "; ".join(
             f"{_rows(count)} with {FATE_REASONS[fate]} (e.g. {', '.join(examples[fate])}): {_WAYS_OUT[fate]}"
             for fate, count in dropped.items()
         )
-        raise DatasetError(f"{called}: no row has a token to train: {why}.")
-
+        raise DatasetError(f"{options.called}: no row has a token to train: {why}.")
     prepared = tokenized.select_columns(list(_PREPARED))
     if kept.size < len(fates):
         prepared = prepared.select(kept)
+    tokens, trained, longest = _count_tokens(prepared)
+    report = PreparationReport(
+        name=options.name,
+        rows=len(fates),
+        kept=int(kept.size),
+        tokens=tokens,
+        trained_tokens=trained,
+        longest=longest,
+        truncated=int((counts["cut"] > 0).sum()),
+        tokens_cut=int(counts["cut"].sum()),
+        dropped=dropped,
+        examples=examples,
+        merged_prompts=int(counts["merged"].sum()),
+        unstopped=int(counts["unstopped"].sum()),
+    )
+    _log(report, options.called)
+    return prepared, report
+
+
+def _count_tokens(prepared: Dataset) -> tuple[int, int, int]:
+    """Tokens of all rows, the targets among them, and the tokens of the longest row."""
     tokens = trained = longest = 0
     for batch in prepared.with_format("arrow").iter(batch_size=10_000):
         lengths = batch["input_ids"].combine_chunks().value_lengths().to_numpy()
         tokens += int(lengths.sum())
         longest = max(longest, int(lengths.max()))
         trained += int((batch["labels"].combine_chunks().flatten().to_numpy() != IGNORE_INDEX).sum())
-    report = PreparationReport(
-        name=name,
-        rows=len(fates),
-        kept=int(kept.size),
-        tokens=tokens,
-        trained_tokens=trained,
-        longest=longest,
-        truncated=int((cut > 0).sum()),
-        tokens_cut=int(cut.sum()),
-        dropped=dropped,
-        examples=examples,
-        merged_prompts=int(np.asarray(flags["merged"]).sum()),
-        unstopped=int(np.asarray(flags["unstopped"]).sum()),
-    )
+    return tokens, trained, longest
+
+
+def _log(report: PreparationReport, called: str) -> None:
     logger.log(logging.WARNING if report.truncated or report.dropped else logging.INFO, report.line())
     if report.merged_prompts:
         logger.warning(
@@ -333,21 +323,6 @@ def _keep_trainable(tokenized: Dataset, rows: Dataset, called: str, name: str) -
             report.unstopped,
             report.rows,
         )
-    return prepared, report
-
-
-def _check_prepared(dataset: Dataset | IterableDataset, columns: list[str], called: str) -> Dataset | IterableDataset:
-    if "input_ids" not in columns:
-        raise DatasetError(
-            f"{called}: preparation is skipped, but there is no 'input_ids' among the columns {', '.join(map(repr, columns))}. "
-            "Tokenize the rows first, or do not set skip_prepare_dataset."
-        )
-    masks = [column for column in ("assistant_masks", "completion_mask") if column in columns]
-    if masks and "labels" not in columns:
-        raise DatasetError(
-            f"{called}: preparation is skipped, so {' and '.join(map(repr, masks))} would be ignored. Give 'labels' with -100 where a token is not trained, or do not set skip_prepare_dataset."
-        )
-    return dataset
 
 
 def _eos_token_id(tokenizer: PreTrainedTokenizerBase, eos_token: str | None, *, needed: bool) -> int | None:

@@ -243,10 +243,20 @@ def _read_message(message: object, where: str, column: str, position: int) -> Me
         )
     kept["content"] = content
     if "tool_calls" in kept:
-        kept["tool_calls"] = without_none(kept["tool_calls"])
+        kept["tool_calls"] = _read_tool_calls(kept["tool_calls"], at)
         if not kept["tool_calls"]:
             del kept["tool_calls"]
     return kept
+
+
+def _read_tool_calls(value: object, at: str) -> list[dict]:
+    if isinstance(value, list) and all(isinstance(call, dict) for call in value):
+        return without_none(value)
+    raise DatasetError(
+        f"{at} has 'tool_calls' that are {type(value).__name__} {shorten(value)}. They must be a list of "
+        "{'type': 'function', 'function': {'name', 'arguments'}}"
+        + (": json.loads reads it from a string." if isinstance(value, str) else ".")
+    )
 
 
 def _join_blocks(blocks: list, at: str) -> str:

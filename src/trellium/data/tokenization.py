@@ -36,6 +36,7 @@ from trellium.data.rows import (
 )
 from trellium.data.sequence import IGNORE_INDEX
 from trellium.data.templates import ChatTemplate, common_prefix_length, tokens_in_spans, tokens_in_spans_by_prefix
+from trellium.data.token_checks import NO_LIMITS, TokenLimits, check_labels
 from trellium.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class TokenizeRows:
         assistant_only_loss: train the assistant's turns only.
         formatting_func: from a row to its text; the columns are then its own affair.
         name: of the dataset, for errors.
+        limits: of the model; a row beyond them is an error.
         streaming: leave rows that are not kept out, and the counts with them, because nobody can go back for them.
         revision: raised when the result for the same row changes, so that results of older versions are not found.
     """
@@ -87,8 +89,9 @@ class TokenizeRows:
     assistant_only_loss: bool
     formatting_func: Callable[[dict], str] | None
     name: str
+    limits: TokenLimits = NO_LIMITS
     streaming: bool = False
-    revision: int = 1
+    revision: int = 2
 
     def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         rows = [dict(zip(batch, fields, strict=True)) for fields in zip(*batch.values(), strict=True)]
@@ -103,8 +106,8 @@ class TokenizeRows:
             encoded = self._prompt_completions(rows, places)
 
         columns: dict[str, list] = {key: [] for key in ("input_ids", "labels", "cut", "fate", "merged", "unstopped")}
-        for row in encoded:
-            fate, cut, ids, labels = self._finish(row.input_ids, row.trained)
+        for row, where in zip(encoded, places, strict=True):
+            fate, cut, ids, labels = self._finish(row.input_ids, row.trained, where)
             if self.streaming and fate is not Fate.KEPT:
                 continue
             for key, field in zip(columns, (ids, labels, cut, int(fate), row.merged, row.unstopped), strict=True):
@@ -113,13 +116,13 @@ class TokenizeRows:
             if not columns["input_ids"] and indices and indices[0] == 0:
                 raise DatasetError(
                     f"{self.name}: not one of the first {len(rows)} rows has a token to train. The first, {places[0]}, has "
-                    f"{FATE_REASONS[self._finish(encoded[0].input_ids, encoded[0].trained)[0]]}. "
+                    f"{FATE_REASONS[self._finish(encoded[0].input_ids, encoded[0].trained, places[0])[0]]}. "
                     "Check the masks and the loss options, or raise max_length."
                 )
             return {"input_ids": columns["input_ids"], "labels": [labels.tolist() for labels in columns["labels"]]}
         return columns
 
-    def _finish(self, ids: list[int], trained: np.ndarray) -> tuple[Fate, int, list[int], np.ndarray]:
+    def _finish(self, ids: list[int], trained: np.ndarray, where: str) -> tuple[Fate, int, list[int], np.ndarray]:
         """A row cut to `max_length`, with its labels, how many tokens were cut and what becomes of it."""
         cut = 0 if self.max_length is None else max(0, len(ids) - self.max_length)
         trained[:1] = False
@@ -128,10 +131,7 @@ class TokenizeRows:
             kept = slice(0, self.max_length) if self.truncation_mode == "keep_start" else slice(cut, None)
             ids, trained = ids[kept], trained[kept]
             trained[:1] = False
-        if ids and not 0 <= min(ids) <= max(ids) < 2**31:
-            raise DatasetError(
-                f"{self.name}: input_ids hold {min(ids)} to {max(ids)}, but tokens are numbered from 0. Give ids of the model's own tokenizer."
-            )
+        self.limits.check(ids, where)
         labels = np.where(trained, np.asarray(ids, dtype=np.int32), np.int32(IGNORE_INDEX)).astype(np.int32)
         if trained.any():
             fate = Fate.KEPT
@@ -179,14 +179,8 @@ class TokenizeRows:
         read = read_tokens(row, where, (c for c in self.format.columns if not c.startswith("_")))
         ids = read["input_ids"]
         if "labels" in read:
-            labels = np.asarray(read["labels"], dtype=np.int64)
-            trained = labels != IGNORE_INDEX
-            if (wrong := np.flatnonzero(trained & (labels != np.asarray(ids, dtype=np.int64)))).size:
-                at = int(wrong[0])
-                raise DatasetError(
-                    f"{where}: 'labels' has {int(labels[at])} at position {at}, where 'input_ids' has {ids[at]}. A label is its own token or -100; "
-                    "the shift by one is done in training, not in the data."
-                )
+            check_labels(ids, read["labels"], where)
+            trained = np.asarray(read["labels"], dtype=np.int64) != IGNORE_INDEX
         else:
             trained = np.ones(len(ids), dtype=bool)
         if "assistant_masks" in read:

@@ -20,19 +20,21 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from trellium.capabilities import capabilities
-from trellium.data.prepare import check_vocabulary
+from trellium.data.token_checks import TokenLimits
 from trellium.errors import ConfigError, DatasetError, ModelError
 from trellium.forest.collate import ForestCollator
 from trellium.models.blocks import compile_blocks
 from trellium.models.loading import load_model, load_tokenizer
+from trellium.models.positions import learned_positions
 from trellium.models.scoring import ScoreOutput, install_scores
 from trellium.monitor import ledger
 from trellium.monitor.metrics import MetricSink
 from trellium.monitor.throughput import ThroughputMeter
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
+from trellium.trainers.arguments import FOREST_FIELDS, check_batch, check_collator, refuse_arguments
 from trellium.trainers.base_config import BaseConfig
 from trellium.trainers.checkpoints import (
     begin_checkpoint,
@@ -46,15 +48,6 @@ from trellium.trainers.random_state import load_accelerator_random_state, save_a
 
 logger = logging.getLogger(__name__)
 
-FOREST_FIELDS = (
-    "input_ids",
-    "position_ids",
-    "subtree_end",
-    "edge_position",
-    "edge_target",
-    "edge_weight",
-    "real_tokens",
-)
 _COUNTERS = "trellium"
 """The key of our counters in a checkpoint's `trainer_state.json`, among the states of callbacks."""
 
@@ -71,8 +64,7 @@ class BaseTrainer(Trainer):
         processing_class: the tokenizer; None for the model's own.
         callbacks, optimizers, optimizer_cls_and_kwargs: as in `transformers.Trainer`.
         peft_config: train this adapter instead of the model.
-        compute_metrics, preprocess_logits_for_metrics, compute_loss_func, quantization_config: TRL's; refused, since they work on full logits or on
-            quantized bases, which do not exist here.
+        **others: TRL's arguments that are refused with the reason, and names that are not the trainer's, answered with where they belong.
 
     Raises:
         ConfigError, DatasetError, ModelError: what came, the rule, and the way out.
@@ -98,9 +90,9 @@ class BaseTrainer(Trainer):
         optimizers: tuple = (None, None),
         optimizer_cls_and_kwargs: tuple | None = None,
         peft_config: Any = None,
-        **refused: Any,
+        **others: Any,
     ) -> None:
-        _refuse(refused)
+        refuse_arguments(type(self).__name__, others, self.config_class)
         args = self._own_args(args, model)
         set_seed(args.seed)  # before an adapter's weights are drawn
         if processing_class is None:
@@ -111,7 +103,7 @@ class BaseTrainer(Trainer):
         self._check_iterable(train_dataset, args)
         self.processing_class = processing_class
         self.args = args
-        self._vocabulary_size = model.get_input_embeddings().weight.shape[0]
+        self.token_limits = self._token_limits(model, args)
         streams = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
         if any(isinstance(part, IterableDataset) for part in streams):
             _keep_batches_apart(args)
@@ -119,6 +111,8 @@ class BaseTrainer(Trainer):
         eval_dataset = self._prepare(eval_dataset, "eval")
         if data_collator is None:
             data_collator = ForestCollator(self._pad_token_id(processing_class), args.row_multiple)
+        else:
+            check_collator(data_collator, train_dataset)
         self._compiles_blocks = args.compiles_blocks(model)
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         super().__init__(
@@ -216,6 +210,17 @@ class BaseTrainer(Trainer):
             setattr(tokenizer, field, token)
 
     @staticmethod
+    def _token_limits(model: nn.Module, args: BaseConfig) -> TokenLimits:
+        """What a row may hold: tokens with an embedding, and no more of them, padding included, than there are positions."""
+        positions, multiple = learned_positions(model), args.row_multiple or 1
+        if positions is not None and positions < multiple:
+            raise ConfigError(
+                f"rows are padded to a multiple of {multiple}, but the model has a table of {positions} positions. Set pad_to_multiple_of to a smaller number."
+            )
+        reach = None if positions is None else positions // multiple * multiple
+        return TokenLimits(model.get_input_embeddings().weight.shape[0], reach)
+
+    @staticmethod
     def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
         # Padding is known by its place, never by its token, so any token will do and none is made the tokenizer's for it.
         for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
@@ -237,6 +242,10 @@ class BaseTrainer(Trainer):
         if dataset is None:
             return None
         if isinstance(dataset, Mapping) and not isinstance(dataset, Dataset | IterableDataset):
+            if name == "train":
+                raise DatasetError(
+                    f"train_dataset must be one dataset, got a mapping of {', '.join(map(repr, dataset)) or 'none'}. Choose one: train_dataset=dataset['train']."
+                )
             return {key: self._prepare(part, f"{name} {key}") for key, part in dataset.items()}
         if not isinstance(dataset, Dataset | IterableDataset):
             raise DatasetError(
@@ -244,10 +253,7 @@ class BaseTrainer(Trainer):
                 "Dataset.from_list(rows) makes one of a list of dicts."
             )
         with self.args.main_process_first(desc=f"{name} dataset preparation"):
-            prepared = self.prepare_dataset(dataset, name)
-        if isinstance(prepared, Dataset):
-            check_vocabulary(prepared, self._vocabulary_size, name)
-        return prepared
+            return self.prepare_dataset(dataset, name)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["input_ids", "labels"]
@@ -258,7 +264,7 @@ class BaseTrainer(Trainer):
         """What the loss of the whole accumulated batch is divided by, over all processes where they average."""
         if not batch_samples:
             return None
-        _check_batch(batch_samples[0])
+        check_batch(batch_samples[0])
         count = torch.stack([self.count_items(batch).to(device) for batch in batch_samples]).sum()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.reduce(count, reduction="sum")
@@ -284,7 +290,7 @@ class BaseTrainer(Trainer):
         return (loss, scores) if return_outputs else loss
 
     def _score(self, model: nn.Module, inputs: dict[str, Any]) -> ScoreOutput:
-        _check_batch(inputs)
+        check_batch(inputs)
         return model(**{name: inputs[name] for name in FOREST_FIELDS}, score_outputs=self.score_outputs)
 
     def _record(self, mode: str, scores: ScoreOutput, inputs: dict[str, Tensor]) -> None:
@@ -296,8 +302,8 @@ class BaseTrainer(Trainer):
                 sink.add_mean(name, (values.detach().float() * trained).sum(), trained.sum())
         if scores.aux_loss is not None:
             sink.add_mean("aux_loss", scores.aux_loss, torch.ones_like(scores.aux_loss))
+        sink.add_count("num_tokens", inputs["real_tokens"])
         if mode == "train":
-            sink.add_count("num_tokens", inputs["real_tokens"])
             self._step_tokens.append(inputs["real_tokens"])
             sink.add_count("trained_tokens", (inputs["edge_weight"] > 0).sum())
             self.throughput.forwarded(inputs["input_ids"].numel())
@@ -374,6 +380,12 @@ class BaseTrainer(Trainer):
             eval_dataset = self._prepare(eval_dataset, metric_key_prefix)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The metrics of a held-out set, which may be raw rows or prepared ones; its `predictions` are None, because logits are never made."""
+        return super().predict(self._prepare(test_dataset, metric_key_prefix), ignore_keys, metric_key_prefix)
+
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -387,8 +399,9 @@ class BaseTrainer(Trainer):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-            means, _ = self._sinks["eval"].read(self._reduce())
-            means["num_tokens"] = self._totals(self._sinks["train"].counts(self._reduce())).get("num_tokens", 0)
+            means, counts = self._sinks["eval"].read(self._reduce())
+            self._sinks["eval"] = MetricSink(self.args.device)  # counts are of this evaluation alone
+            means["num_tokens"] = counts.get("num_tokens", 0)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
         return output
 
@@ -467,28 +480,3 @@ def _name_of(model: Any) -> str:
 def _keep_batches_apart(args: BaseConfig) -> None:
     if args.accelerator_config.dispatch_batches is None:
         args.accelerator_config.dispatch_batches = False  # every process reads its own; batches differ in shape
-
-
-def _check_batch(batch: Any) -> None:
-    missing = [name for name in FOREST_FIELDS if not isinstance(batch, Mapping) or name not in batch]
-    if missing:
-        raise ConfigError(
-            f"the data collator's batch lacks {', '.join(missing)}. It must return the tensors of a trellium.forest.batch.ForestBatch; "
-            "leave data_collator out for the one that does."
-        )
-
-
-_REFUSED = {
-    "compute_metrics": "it works on full logits, which are never made here. The held-out loss, entropy and mean_token_accuracy are logged as they are",
-    "preprocess_logits_for_metrics": "there are no logits to preprocess",
-    "compute_loss_func": "it works on full logits, which are never made here. Choose loss_type, or subclass the trainer and override compute_scored_loss",
-    "quantization_config": "quantized base models are not supported yet. model_init_kwargs={'dtype': 'bfloat16'} halves the weights",
-}
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in _REFUSED:
-            raise TypeError(f"unexpected argument {name!r}")
-        if value is not None:
-            raise ConfigError(f"{name} cannot be given: {_REFUSED[name]}.")

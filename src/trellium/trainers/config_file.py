@@ -24,15 +24,14 @@ class _Loader(yaml.SafeLoader):
         first: dict[Any, int] = {}
         for key_node, _ in node.value:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if (
-                key is not None
-                and key != "<<"
-                and first.setdefault(key, key_node.start_mark.line) != (line := key_node.start_mark.line)
-            ):
+            if key is None or key == "<<":
+                continue
+            if key in first:
                 raise yaml.constructor.ConstructorError(
                     problem=f"the key {key!r} stands here and in line {first[key] + 1}. Leave one of them.",
-                    problem_mark=yaml.Mark(key_node.start_mark.name, 0, line, 0, None, None),
+                    problem_mark=key_node.start_mark,
                 )
+            first[key] = key_node.start_mark.line
         return super().construct_mapping(node, deep)
 
 

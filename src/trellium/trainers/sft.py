@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trellium.data.prepare import prepare_dataset
+from trellium.data.prepare import PrepareOptions, prepare_dataset
 from trellium.models.scoring import ScoreOutput
 from trellium.ops import losses
 from trellium.trainers.base import BaseTrainer
@@ -33,7 +33,8 @@ class SFTTrainer(BaseTrainer):
         compute_loss_func, compute_metrics, preprocess_logits_for_metrics, quantization_config: TRL's, refused with the reason.
 
     Logged: `loss`, `entropy` and `mean_token_accuracy` over trained tokens, `num_tokens` since the run began (it survives a resume), `aux_loss`
-    of mixtures of experts, tokens per second and peak memory. In evaluation the same with `eval_`; its loss is the mean over all held-out tokens.
+    of mixtures of experts, tokens per second and peak memory. In evaluation the same with `eval_`; its loss is the mean over all held-out tokens that
+    are targets, and its `num_tokens` how many tokens the held-out set has.
     """
 
     config_class = SFTConfig
@@ -57,6 +58,7 @@ class SFTTrainer(BaseTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable[[dict], str] | None = None,
+        **others: Any,
     ) -> None:
         self._formatting_func = formatting_func
         super().__init__(
@@ -74,14 +76,13 @@ class SFTTrainer(BaseTrainer):
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             quantization_config=quantization_config,
+            **others,
         )
 
     def prepare_dataset(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         """Rows of any accepted kind to `input_ids` and `labels`."""
         args = self.args
-        prepared = prepare_dataset(
-            dataset,
-            self.processing_class,
+        options = PrepareOptions(
             max_length=args.max_length,
             truncation_mode=args.truncation_mode,
             completion_only_loss=args.completion_only_loss,
@@ -91,8 +92,10 @@ class SFTTrainer(BaseTrainer):
             num_proc=args.dataset_num_proc,
             formatting_func=self._formatting_func,
             skip_prepare=args.skip_prepare_dataset,
+            limits=self.token_limits,
             name=name,
         )
+        prepared = prepare_dataset(dataset, self.processing_class, options)
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
 
     def compute_scored_loss(self, scores: ScoreOutput, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:

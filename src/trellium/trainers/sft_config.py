@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from trellium.data.prepare import TRUNCATION_MODES
 from trellium.errors import ConfigError
 from trellium.trainers.base_config import BaseConfig
 from trellium.trainers.known_options import NotYet
 
 LOSS_TYPES = ("nll", "dft")
-TRUNCATION_MODES = ("keep_start", "keep_end")
 _DATASET_KWARGS = ("skip_prepare_dataset",)
 
 _PADDED = "Every row is padded to its batch's longest: leave it unset."

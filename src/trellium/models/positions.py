@@ -1,0 +1,27 @@
+"""How many positions a model has a place for, where it keeps them in a table rather than computing them."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+_TABLE = re.compile(
+    r"(^|\.)(wpe|wpos|embed_positions?|position_embeddings?|positions?_embed\w*|positional_embeddings?|pos_emb\w*)$"
+)
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """The longest row that a model's table of positions has a place for, in tokens; None where there is no table.
+
+    Found by the names that transformers' models give such tables (`wpe` of GPT-2, `embed_positions` of OPT, the buffer of GPT-J): a row beyond them would
+    end as an index out of range, in the middle of a run.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _TABLE.search(name):
+            found.append(module.num_embeddings - int(getattr(module, "offset", 0)))
+    for name, buffer in model.named_buffers():
+        if name.endswith("embed_positions") and buffer.ndim == 2:
+            found.append(buffer.shape[0])
+    return min(found, default=None)
