@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ from trellium.monitor.throughput import ThroughputMeter
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
 from trellium.trainers.arguments import FOREST_FIELDS, check_batch, check_collator, refuse_arguments
 from trellium.trainers.base_config import BaseConfig
+from trellium.trainers.checkpoint_checks import check_same_model, missing_tensors
 from trellium.trainers.checkpoints import (
     begin_checkpoint,
     drop_pad_collision,
@@ -416,6 +418,8 @@ class BaseTrainer(Trainer):
             raise ConfigError(
                 "num_train_epochs is 0 and max_steps is not set, so there is no step to train. Set one of them."
             )
+        if checkpoint is not None:
+            check_same_model(Path(checkpoint), self.model)
         if self.args.should_save:
             warn_of_other_runs(self.args.output_dir, checkpoint)
         self.resume_point = checkpoint
@@ -425,6 +429,17 @@ class BaseTrainer(Trainer):
         started = super()._init_training_state(*args, **kwargs)
         self._start_counting(dict(self.state.stateful_callbacks.get(_COUNTERS, {})))
         return started
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As in `transformers.Trainer`, which passes by tensors that were saved under other names, as those of experts are."""
+        model = self.model if model is None else model
+        parallel = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if parallel or is_adapted(model) or not missing_tensors(Path(resume_from_checkpoint), model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        trust = self.args.trust_remote_code
+        saved = load_model(resume_from_checkpoint, dtype=model.dtype, trust_remote_code=trust)
+        model.load_state_dict(saved.state_dict())
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with self.throughput.paused():

@@ -10,50 +10,75 @@ from pathlib import Path
 from torch import nn
 
 from trellium.errors import ConfigError
+from trellium.trainers.checkpoint_checks import STATE, damage
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN_LAST = "trainer_state.json"
-
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The checkpoint of the most steps in a folder, or None. One that was being written when its run ended is passed by."""
-    whole = {
-        int(match[1]): str(folder)
-        for folder in Path(output_dir).glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name)) and (folder / _WRITTEN_LAST).is_file()
-    }
-    return whole[max(whole)] if whole else None
+    """The checkpoint of the most steps in a folder from which a run can go on, or None. Those that are not whole are passed by, which is logged."""
+    for folder in _by_steps(output_dir):
+        why = damage(folder)
+        if why is None:
+            return str(folder)
+        logger.warning("%s %s. It is passed by.", folder, why)
+    return None
 
 
 def resumable_checkpoint(given: str | bool | None, output_dir: str) -> str | None:
-    """The folder to resume from: the one given, or the last in `output_dir` if that is True; None to start anew.
+    """The folder to resume from: the one given, or the last whole one in `output_dir` if that is True; None to start anew.
 
     Raises:
-        ConfigError: no such checkpoint; names those that there are.
+        ConfigError: no such checkpoint, or one from which a run cannot go on; names those that there are.
     """
     if given is None or given is False:
         return None
     if given is True:
         last = last_checkpoint(output_dir)
         if last is None:
-            raise ConfigError(
-                f"nothing to resume from: no checkpoint-* folder in {output_dir}. Leave resume_from_checkpoint out to start anew."
+            damaged = ", ".join(folder.name for folder in _by_steps(output_dir))
+            why = (
+                f"none of {damaged} in {output_dir} is whole" if damaged else f"no checkpoint-* folder in {output_dir}"
             )
+            raise ConfigError(f"nothing to resume from: {why}. Leave resume_from_checkpoint out to start anew.")
         return last
     folder = Path(given)
-    if not (folder / _WRITTEN_LAST).is_file():
-        here = sorted(path.name for path in Path(output_dir).glob("checkpoint-*")) if Path(output_dir).is_dir() else []
-        known = f"{output_dir} has {', '.join(here)}" if here else f"{output_dir} has none"
-        raise ConfigError(f"{given} is not a checkpoint: it has no trainer_state.json. Of checkpoints, {known}.")
+    if not folder.is_dir():
+        here = ", ".join(folder.name for folder in reversed(_by_steps(output_dir)))
+        raise ConfigError(
+            f"{given} is not a checkpoint: there is no such folder. Of checkpoints, {output_dir} has {here or 'none'}."
+        )
+    why = damage(folder)
+    if why is not None:
+        whole = next(
+            (str(other) for other in _by_steps(folder.parent) if other != folder and damage(other) is None), None
+        )
+        raise ConfigError(
+            f"{given} is not a checkpoint to resume from: it {why}. "
+            + (
+                f"The last one beside it that is whole is {whole}."
+                if whole
+                else "There is no whole one beside it: start anew."
+            )
+        )
     return str(folder)
+
+
+def _by_steps(output_dir: str | Path) -> list[Path]:
+    """The checkpoints in a folder, that of the most steps first."""
+    found = {
+        int(match[1]): folder
+        for folder in Path(output_dir).glob("checkpoint-*")
+        if (match := re.fullmatch(r"checkpoint-(\d+)", folder.name)) and folder.is_dir()
+    }
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def warn_of_other_runs(output_dir: str, resumed: str | None) -> None:
     """Warn if `output_dir` has checkpoints that are not of the run that starts; `resumed` is the checkpoint it goes on from, if any."""
     if resumed is not None and Path(resumed).resolve().parent == Path(output_dir).resolve():
         return
-    others = sorted(Path(output_dir).glob("checkpoint-*"), key=lambda folder: (len(folder.name), folder.name))
+    others = _by_steps(output_dir)[::-1]
     if others:
         logger.warning(
             "%s holds %s of an earlier run. This run overwrites those of the same step, and save_total_limit counts them in. "
@@ -65,7 +90,7 @@ def warn_of_other_runs(output_dir: str, resumed: str | None) -> None:
 
 def begin_checkpoint(output_dir: str, step: int) -> None:
     """Make an older checkpoint of the same step unfit to resume from before it is overwritten: what makes one whole is written last."""
-    (Path(output_dir) / f"checkpoint-{step}" / "trainer_state.json").unlink(missing_ok=True)
+    (Path(output_dir) / f"checkpoint-{step}" / STATE).unlink(missing_ok=True)
 
 
 def drop_pad_collision(model: nn.Module) -> None:
