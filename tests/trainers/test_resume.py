@@ -10,6 +10,7 @@ from peft import LoraConfig
 
 from tests.trainers.tiny_runs import VOCABULARY, losses, tiny_trainer, token_rows
 from trellium.errors import ConfigError
+from trellium.models.loading import load_model
 from trellium.models.tiny import tiny_model
 from trellium.trainers.checkpoints import last_checkpoint
 
@@ -131,4 +132,15 @@ def test_a_resumed_mixture_of_experts_takes_up_its_experts(tmp_path, kind):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert losses(resumed) == losses(whole)
     for (name, one), other in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_the_best_of_a_mixture_of_experts_has_its_own_experts(tmp_path):
+    options = {"router_aux_loss_coef": 0.0, "eval_dataset": token_rows(4), "eval_strategy": "steps", "eval_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_num_tokens", "greater_is_better": True}
+    run = trainer(tmp_path, model=tiny_model("qwen3_moe", vocab_size=VOCABULARY), **options, **best)
+    run.train()  # the metric is the same at both steps, so the first stays the best
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    saved = load_model(tmp_path / "checkpoint-2")
+    for (name, one), other in zip(run.model.state_dict().items(), saved.state_dict().values(), strict=True):
         assert torch.equal(one, other), name

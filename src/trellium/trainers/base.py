@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from trellium.capabilities import capabilities
@@ -37,7 +37,7 @@ from trellium.monitor.throughput import ThroughputMeter
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
 from trellium.trainers.arguments import FOREST_FIELDS, check_batch, check_collator, refuse_arguments
 from trellium.trainers.base_config import BaseConfig
-from trellium.trainers.checkpoint_checks import check_same_model, missing_tensors
+from trellium.trainers.checkpoint_checks import check_same_model
 from trellium.trainers.checkpoints import (
     begin_checkpoint,
     drop_pad_collision,
@@ -46,7 +46,7 @@ from trellium.trainers.checkpoints import (
     write_model_card,
 )
 from trellium.trainers.mixture import RouterLoss
-from trellium.trainers.random_state import load_accelerator_random_state, save_accelerator_random_state
+from trellium.trainers.resuming import ResumingTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _COUNTERS = "trellium"
 """The key of our counters in a checkpoint's `trainer_state.json`, among the states of callbacks."""
 
 
-class BaseTrainer(Trainer):
+class BaseTrainer(ResumingTrainer):
     """The common base; use one of its subclasses.
 
     Args:
@@ -430,17 +430,6 @@ class BaseTrainer(Trainer):
         self._start_counting(dict(self.state.stateful_callbacks.get(_COUNTERS, {})))
         return started
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As in `transformers.Trainer`, which passes by tensors that were saved under other names, as those of experts are."""
-        model = self.model if model is None else model
-        parallel = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        if parallel or is_adapted(model) or not missing_tensors(Path(resume_from_checkpoint), model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        trust = self.args.trust_remote_code
-        saved = load_model(resume_from_checkpoint, dtype=model.dtype, trust_remote_code=trust)
-        model.load_state_dict(saved.state_dict())
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with self.throughput.paused():
             begin_checkpoint(self.args.output_dir, self.state.global_step)
@@ -448,15 +437,6 @@ class BaseTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         if not self.args.save_only_model:
             self.resume_point = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        save_accelerator_random_state(output_dir, self.args.device, self.args.process_index)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            load_accelerator_random_state(checkpoint, self.args.device, self.args.process_index)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         drop_pad_collision(self.model)
