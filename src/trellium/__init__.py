@@ -1,30 +1,73 @@
 """Trellium: post-training for language models on accelerators that compile ahead of time.
 
-Names are loaded when first used, so that `import torch` can load the emulated device from this package in milliseconds.
+Names are loaded when first used, so that `import torch` can load the emulated device from this package in milliseconds. They are TRL's: a script changes
+its import. Names of TRL's that are not here yet are known, and say what to use.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ModelConfig": "trellium.trainers.script_options",
     "SFTConfig": "trellium.trainers.sft_config",
     "SFTTrainer": "trellium.trainers.sft",
+    "ScriptArguments": "trellium.trainers.script_options",
+    "TrlParser": "trellium.trainers.script_parser",
+    "get_peft_config": "trellium.trainers.script_options",
 }
 
 if TYPE_CHECKING:
+    from trellium.trainers.script_options import ModelConfig, ScriptArguments, get_peft_config
+    from trellium.trainers.script_parser import TrlParser
     from trellium.trainers.sft import SFTTrainer
     from trellium.trainers.sft_config import SFTConfig
 
-__all__ = ["SFTConfig", "SFTTrainer", "__version__"]
+__all__ = ["ModelConfig", "SFTConfig", "SFTTrainer", "ScriptArguments", "TrlParser", "__version__", "get_peft_config"]
+
+_METHODS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward")
+_FROM_TRL = "It is not here yet: take it from trl meanwhile."
+_BY_THE_TRAINER = "The trainers do it themselves: give them the rows as they are."
+_NOT_YET = {
+    **{f"{method}{kind}": _FROM_TRL for method in _METHODS for kind in ("Config", "Trainer")},
+    "BEMACallback": _FROM_TRL,
+    "DatasetMixtureConfig": "Mix datasets with datasets.concatenate_datasets or interleave_datasets.",
+    "LogCompletionsCallback": _FROM_TRL,
+    "RichProgressCallback": _FROM_TRL,
+    "SyncRefModelCallback": _FROM_TRL,
+    "WeaveCallback": _FROM_TRL,
+    "add_response_schema": _FROM_TRL,
+    "apply_chat_template": _BY_THE_TRAINER,
+    "clone_chat_template": "Set the tokenizer's chat_template and give it as processing_class.",
+    "create_reference_model": _FROM_TRL,
+    "extract_prompt": _FROM_TRL,
+    "get_dataset": "trellium.data.files.load_dataset_from reads files, folders and Hub datasets by name.",
+    "get_quantization_config": "Quantized base models are not supported yet: leave the call out.",
+    "get_training_chat_template": "What the assistant wrote is found in any chat template: set assistant_only_loss.",
+    "init_zero_verbose": _FROM_TRL,
+    "is_conversational": _BY_THE_TRAINER,
+    "is_conversational_from_value": _BY_THE_TRAINER,
+    "maybe_apply_chat_template": _BY_THE_TRAINER,
+    "maybe_convert_to_chatml": _BY_THE_TRAINER,
+    "maybe_extract_prompt": _FROM_TRL,
+    "maybe_unpair_preference_dataset": _FROM_TRL,
+    "pack_dataset": "Rows are padded, not packed, yet: leave the call out.",
+    "prepare_multimodal_messages": "Rows with images are not supported yet.",
+    "supports_tool_calling": _FROM_TRL,
+    "unpair_preference_dataset": _FROM_TRL,
+}
+"""Public names of TRL 1.16 that are not here, and what to do."""
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _NOT_YET:
+        # Of an AttributeError `from trellium import …` would drop the text.
+        raise ImportError(f"trellium has no {name}. {_NOT_YET[name]}")
     raise AttributeError(f"module 'trellium' has no attribute {name!r}")
 
 
