@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from trellium.errors import ModelError
+from trellium.models.attention import forest_arguments, forest_reading
 from trellium.ops.attention import rows_are_chains
 from trellium.ops.head import token_scores
 
@@ -70,7 +71,8 @@ def install_scores(model: nn.Module) -> nn.Module:
         ModelError: not a decoder with an output head; a head inside an adapter; a head whose logits are not what its configuration says.
 
     The scoring call takes the tensors of a `ForestBatch` (`edge_weight` and `real_tokens` may be among them and are not read), `score_outputs` (of
-    `trellium.ops.head.OUTPUTS`) and `temperature`, all by keyword. Rows must be single chains padded on the right. It returns a `ScoreOutput`.
+    `trellium.ops.head.OUTPUTS`) and `temperature`, all by keyword. Rows must be single chains
+    padded on the right, unless `trellium.models.attention.let_read_forests` found that the model reads trees. It returns a `ScoreOutput`.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
@@ -177,12 +179,24 @@ def _score(
     if input_ids is None or subtree_end is None:
         raise TypeError("a scoring call needs input_ids, subtree_end, edge_position and edge_target")
     backbone, head = _backbone(model), _head(model)
-    if not torch.compiler.is_compiling():
-        torch._assert_async(rows_are_chains(subtree_end), "rows must be single chains, padded on the right by a chain")
-    # One chain a row: causal attention over 0, 1, 2… is the forest's mask. Saying nothing lets the model take its fastest causal path, and is
-    # exact for models that build masks without positions, take no positions, or carry a state from left to right.
     routers = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
     arguments: dict[str, Any] = {"output_router_logits": True} if routers else {}
+    reading = forest_reading(model)
+    if reading == "chains":
+        if not torch.compiler.is_compiling():
+            torch._assert_async(
+                rows_are_chains(subtree_end), "rows must be single chains, padded on the right by a chain"
+            )
+        # One chain a row: causal attention over 0, 1, 2… is the forest's mask. Saying nothing lets the model take its fastest causal path, and is
+        # exact for models that build masks without positions, take no positions, or carry a state from left to right.
+    elif position_ids is None:
+        raise TypeError("a scoring call of a model that reads forests needs position_ids")
+    elif routers:
+        raise ModelError(
+            f"{type(model).__name__} reads rows of trees, over which its load-balancing loss is not known. Set output_router_logits=False."
+        )
+    else:
+        arguments |= forest_arguments(reading, subtree_end, position_ids, head.weight.dtype)
     outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state
     transform = _head_transform(model)
