@@ -2,8 +2,8 @@
 
 A decoder is the same block many times over. Compiled as one graph, its compile time grows with its depth; compiled block by block, all
 blocks of one kind share one graph, because their weights are that graph's arguments. What lies between the blocks (embedding, last norm, the head's
-scores) runs operator by operator. On the emulated device, in a Qwen3 of 8 layers, that is 17 seconds of compiling where the whole model takes 61,
-and 13 against 24 at 2 layers, at the same time a step (`benchmarks/regions.py`).
+scores) runs operator by operator. On the emulated device, in a Qwen3 of 24 layers, that is 17 seconds of compiling where the whole model takes 97,
+and 14 against 25 at 2 layers; a step takes the same time within 5 % at 2 and 8 layers, and a tenth less at 24 (`benchmarks/regions.py`).
 
 Only calls without a key-value cache run compiled: a cache that grows by a token a call would be a new shape, and a new graph, each time.
 """
