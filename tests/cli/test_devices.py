@@ -67,5 +67,13 @@ def test_a_run_says_first_what_it_is_going_to_do(tmp_path, monkeypatch, saved_mo
     said = "".join(capsys.readouterr().out.split())  # wherever the lines are broken
     assert said.startswith("Loading")
     plan = said[: said.index("'train_runtime'")]
-    for part in ("devicecpu", "dtypefloat32", "parameterstrained", "5rows", "2of2rows", "eager", "out,acheckpoint"):
+    for part in (
+        "devicecpu",
+        "dtypefloat32",
+        "parameterstrained",
+        "5rows",
+        "steps2,2rowseach",
+        "eager",
+        "out,acheckpoint",
+    ):
         assert part in plan, part

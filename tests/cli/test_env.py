@@ -70,3 +70,12 @@ def test_autoloading_turned_off_is_told():
     facts = json.loads(done.stdout)
     assert facts["accelerators"] == []
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in facts["neuron"]["reason"]
+
+
+@needs_device
+def test_only_variables_that_were_given_are_listed():
+    given = {name: value for name, value in os.environ.items() if name != "HF_DEACTIVATE_ASYNC_LOAD"}
+    command = [sys.executable, "-m", "trellium", "env", "--json"]
+    for more in ({}, {"HF_DEACTIVATE_ASYNC_LOAD": "0"}):
+        done = subprocess.run(command, capture_output=True, text=True, env={**given, **more}, check=True)
+        assert ("HF_DEACTIVATE_ASYNC_LOAD" in json.loads(done.stdout)["environment"]) is bool(more)

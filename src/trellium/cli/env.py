@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,8 +86,9 @@ def register(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the environment; 1 when torch finds no accelerator."""
+    variables = dict(os.environ)  # as they were given: the device sets some for its user when torch brings it
     neuron = neuron_state()
-    facts = environment(neuron)
+    facts = environment(neuron, variables)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -100,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def environment(neuron: NeuronState) -> dict[str, Any]:
-    """Everything that the command prints, ready for JSON."""
+def environment(neuron: NeuronState, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that the command prints, ready for JSON; `variables` are those of the environment."""
     return {
         "trellium": __version__,
         "python": platform.python_version(),
@@ -117,7 +119,7 @@ def environment(neuron: NeuronState) -> dict[str, Any]:
         },
         "environment": {
             name: value
-            for name, value in sorted(os.environ.items())
+            for name, value in sorted(variables.items())
             if name in _VARIABLES or name.startswith(_VARIABLE_PREFIXES)
         },
     }

@@ -68,7 +68,7 @@ def _rows(dataset: Any) -> str:
 def _steps(args: TrainingArguments, state: TrainerState) -> str:
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     done = f", {state.global_step} of them done" if state.global_step else ""
-    return f"{state.max_steps:,} of {rows} row{'' if rows == 1 else 's'}{done}"
+    return f"{state.max_steps:,}, {rows} row{'' if rows == 1 else 's'} each{done}"
 
 
 def _saves(args: TrainingArguments) -> str:
