@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from datasets import Dataset
 
 from tests.trainers.tiny_runs import losses, tiny_trainer, token_rows
 from trellium.errors import ConfigError
 from trellium.monitor import max_compiles
+from trellium.monitor.compile_limit import TooManyCompiles
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +75,27 @@ def test_blocks_are_the_choice_where_every_shape_is_compiled_ahead(tmp_path):
     assert not tiny_trainer(
         tmp_path, train_dataset=rows, torch_compile=True, torch_compile_backend="aot_eager"
     )._compiles_blocks
+
+
+def test_without_a_plan_the_step_that_is_one_length_too_many_is_named(tmp_path):
+    lengths = list(range(5, 18))  # thirteen
+    rows = Dataset.from_list([{"input_ids": [2 + place % 60 for place in range(length)]} for length in lengths])
+    trainer = tiny_trainer(
+        tmp_path,
+        train_dataset=rows.map(lambda row: {"labels": row["input_ids"]}),
+        torch_compile=True,
+        torch_compile_backend="aot_eager",
+        compile_regions="blocks",
+        per_device_train_batch_size=1,
+        max_steps=len(lengths),
+    )
+    seen: list[int] = []
+    collate = trainer.data_collator
+    trainer.data_collator = lambda batch: seen.append(len(batch[0]["input_ids"])) or collate(batch)
+    static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64)
+    with static, pytest.raises(TooManyCompiles) as raised, max_compiles(12):
+        trainer.train()
+    assert len(raised.value.compilations) >= 13
+    assert raised.value.change is not None
+    assert raised.value.change.new == seen[12]
+    assert str(seen[12]) in str(raised.value).splitlines()[0]
