@@ -77,3 +77,9 @@ def test_a_run_says_first_what_it_is_going_to_do(tmp_path, monkeypatch, saved_mo
         "out,acheckpoint",
     ):
         assert part in plan, part
+
+
+def test_the_demo_trains_on_no_cpu_unasked_either(no_neuron, monkeypatch, capsys):
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "99")
+    assert main(["demo"]) == 2
+    assert "train on the CPU with --device cpu" in capsys.readouterr().err

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.tiny_tokenizer import tiny_tokenizer
-from trellium.errors import ModelError
+from trellium.errors import ConfigError, ModelError
 from trellium.models import bundled
 from trellium.models.loading import load_model, load_tokenizer
 from trellium.models.tiny import tiny_model
@@ -163,3 +164,58 @@ def test_the_converted_model_loads_with_nothing_of_ours(monkeypatch, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-1000:]
     assert "Paris" in done.stdout
+
+
+def changed(folder, change):
+    """A saved model, its tensors changed."""
+    tiny_model(vocab_size=400).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_weights_without_a_tensor_are_refused_by_its_name(tmp_path):
+    """It would be drawn at random and trained."""
+    folder = changed(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"no weights for 1 of .*: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(folder)
+
+
+def test_weights_of_another_size_are_refused_by_name_unless_that_was_asked_for(tmp_path):
+    def shorten(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:8].clone()
+
+    folder = changed(tmp_path, shorten)
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is \[8\] in the file and \[32\] in the model"):
+        load_model(folder)
+    assert load_model(folder, ignore_mismatched_sizes=True).model.norm.weight.shape == (32,)
+
+
+def test_weights_that_were_cut_short_are_told(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ModelError, match="has damaged weights"):
+        load_model(tmp_path)
+
+
+def test_tied_and_converted_weights_are_complete(tmp_path):
+    for kind in ("gpt2", "qwen3_moe", "gpt_oss", "gemma2"):
+        model = tiny_model(kind)
+        model.save_pretrained(tmp_path / kind)
+        again = load_model(tmp_path / kind)
+        for (name, one), other in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+            assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("dtype", ["float12", "half precision", 3])
+def test_a_dtype_that_torch_does_not_have_is_refused(tmp_path, dtype):
+    with pytest.raises(ConfigError, match="dtype must be one of torch's"):
+        load_model(changed(tmp_path, lambda tensors: None), dtype=dtype)
+
+
+def test_an_argument_that_the_model_does_not_have_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"model_init_kwargs: .*'nonsense'"):
+        load_model(changed(tmp_path, lambda tensors: None), nonsense=1)

@@ -87,7 +87,7 @@ def test_the_tokens_of_an_evaluation_are_its_own(tmp_path):
 
 def test_a_module_to_save_that_is_not_there_is_named(tmp_path):
     lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", modules_to_save=["embed_token"])
-    with pytest.raises(ConfigError, match=r"no module 'embed_token'. Did you mean 'embed_tokens'"):
+    with pytest.raises(ConfigError, match=r"nothing called 'embed_token'. Did you mean 'embed_tokens'"):
         sft(tmp_path, peft_config=lora)
 
 

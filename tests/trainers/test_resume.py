@@ -77,6 +77,12 @@ def test_the_last_is_the_last_whole_one_and_training_goes_on_from_there(run_fold
         assert torch.equal(one, other)
 
 
+def test_a_checkpoint_without_random_state_is_said_to_be_one(run_folder, caplog):
+    (run_folder / "checkpoint-2" / "rng_state.pth").unlink()
+    trainer(run_folder).train(resume_from_checkpoint=str(run_folder / "checkpoint-2"))
+    assert "checkpoint-2 has no random state" in caplog.text
+
+
 def trained(folder):
     from safetensors.torch import load_file
 

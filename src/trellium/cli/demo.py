@@ -114,30 +114,27 @@ def choose_device(wanted: str | None) -> tuple[str, str]:
     import torch
 
     from trellium import neuron
+    from trellium.cli.devices import device_sentence, refuse_a_missing_neuron
 
+    if wanted != "cpu":
+        refuse_a_missing_neuron("--device cpu")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     found = accelerator.type if accelerator is not None else "cpu"
     device = wanted or found
     if device not in (found, "cpu"):
         reason = neuron.unavailable_reason() if device == "neuron" else None
         raise ConfigError(f"--device {device} is not on this machine, which has {found}. {reason or ''}".strip())
-    if device == "neuron" and neuron.is_emulated():
-        name = torch.get_device_module("neuron").get_device_name(0)
-        return device, f"{name}. It computes on this machine's CPU; times below are the host's."
-    if wanted is None and device == "cpu":
-        return device, f"cpu. The neuron device is not here: {neuron.unavailable_reason()}"
-    return device, device
+    return device, device_sentence(device, asked=wanted is not None)
 
 
 def fine_tune(
     steps: int, output_dir: str, device: str, say: Callable[[str], None], *, torch_compile: bool = False
 ) -> dict[str, Any]:
     """The whole demo; what it found."""
+    from trellium.cli.interruption import stop_on_interrupt
     from trellium.monitor import ledger
 
     compiled_before = ledger.mark()
-    from trellium.cli.interruption import stop_on_interrupt
-
     with quiet_libraries():
         say("Model and data: SmolLM2-135M-Instruct, and the docstrings of this Python ...")
         trainer, held_out = build_trainer(steps, output_dir, device, say, torch_compile=torch_compile)

@@ -16,8 +16,8 @@ _NEURON_VARIABLES = (
 """Variables that somebody sets only for a `neuron` device."""
 
 
-def refuse_a_missing_neuron() -> None:
-    """Raise where the environment asks for the `neuron` device and it is not there, rather than train on the CPU.
+def refuse_a_missing_neuron(cpu_flag: str = "--use_cpu true") -> None:
+    """Raise where the environment asks for the `neuron` device and it is not there, rather than train on the CPU; `cpu_flag` does that.
 
     Raises:
         ConfigError: names the variables, why there is no device, and the way out.
@@ -33,7 +33,7 @@ def refuse_a_missing_neuron() -> None:
     if asked and reason and not off and not torch.accelerator.is_available():
         raise ConfigError(
             f"the environment asks for the neuron device ({', '.join(asked)}), and it is not there: {reason} "
-            "Mend or unset that, or train on the CPU with --use_cpu true."
+            f"Mend or unset that, or train on the CPU with {cpu_flag}."
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trellium.errors import ConfigError, ModelError
@@ -35,14 +36,28 @@ def load_model(name_or_path: str | os.PathLike | None = None, **init_kwargs: Any
     options = {"dtype": "float32", "trust_remote_code": False, "use_safetensors": True, **init_kwargs}
     _check_dtype(options["dtype"])
     with _explained(where):
-        model, found = AutoModelForCausalLM.from_pretrained(where, **options, output_loading_info=True)
+        # Sizes are compared below, by name; transformers prints a report and raises without any.
+        asked = {**options, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, found = AutoModelForCausalLM.from_pretrained(where, **asked)
+    _check_complete(where, model, found, other_sizes=bool(init_kwargs.get("ignore_mismatched_sizes")))
+    return model
+
+
+def _check_complete(where: str, model: PreTrainedModel, found: dict[str, Any], *, other_sizes: bool) -> None:
+    """Raise unless every tensor of a model was in its weights, in its size where `other_sizes` does not allow for others."""
     missing = sorted(found["missing_keys"])
     if missing:
         raise ModelError(
             f"{where} has no weights for {len(missing)} of the tensors of {type(model).__name__}: {', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}. "
             "They would be trained from random numbers. Was the download or the copy cut short, or is it another kind of model?"
         )
-    return model
+    different = sorted(found["mismatched_keys"])
+    if different and not other_sizes:
+        name, there, here = different[0]
+        raise ModelError(
+            f"{where} has weights of other sizes than its configuration says: {name} is {list(there)} in the file and {list(here)} in the model. "
+            "Its config.json is of another model, or was changed."
+        )
 
 
 def _check_dtype(dtype: Any) -> None:
@@ -73,7 +88,7 @@ def _explained(where: str) -> Iterator[None]:
         raise
     except OSError as error:
         if Path(where).is_dir():
-            raise ModelError(f"{where} cannot be loaded: {error}") from error
+            raise ModelError(f"{where} cannot be loaded: {' '.join(str(error).split())}") from error
         offline = HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "")
         why = (
             "HF_HUB_OFFLINE is set and it is not in the local cache. Unset that, download it first, or give a folder"
@@ -85,8 +100,14 @@ def _explained(where: str) -> Iterator[None]:
         ) from error
     except ImportError as error:  # an attention or a tokenizer whose package is missing
         raise ModelError(f"{where} cannot be loaded: {' '.join(str(error).split())}") from error
+    except SafetensorError as error:
+        raise ModelError(f"{where} has damaged weights ({error}). Was the download or the copy cut short?") from error
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise ModelError(f"{where} cannot be loaded with these model_init_kwargs: {error}") from error
     except ValueError as error:
-        text = str(error)
+        text = " ".join(str(error).split())
         if "trust_remote_code" in text:
             raise ModelError(
                 f"{where} needs Python code of its own repository to be loaded. Read it, and if you trust it set trust_remote_code."

@@ -65,7 +65,7 @@ def _new_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
             "the model has an adapter already, and peft_config asks for one more. Give one of the two: merge the first with "
             "model.merge_and_unload(), or leave peft_config out and train the one it has."
         )
-    _check_modules_to_save(model, peft_config)
+    _check_names(model, peft_config)
     try:
         with warnings.catch_warnings():
             # PEFT asks by a name that transformers has renamed.
@@ -75,10 +75,12 @@ def _new_adapter(model: nn.Module, peft_config: Any) -> nn.Module:
         raise ConfigError(f"PEFT cannot put this adapter on {type(model).__name__}: {error}") from error
 
 
-def _check_modules_to_save(model: nn.Module, peft_config: Any) -> None:
-    """PEFT passes by a name that no module has, and its module would stay as it was."""
-    names = [name for name, _ in model.named_modules()]
-    for wanted in getattr(peft_config, "modules_to_save", None) or ():
-        if not any(name.endswith(wanted) for name in names):
-            known = {name.rpartition(".")[2] for name in names if name}
-            raise ConfigError(f"{unknown_name('modules_to_save: the model has no module', wanted, known)}")
+def _check_names(model: nn.Module, peft_config: Any) -> None:
+    """PEFT passes by a name that nothing has, and what was meant would stay as it is."""
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters()]
+    for field, names in (("modules_to_save", modules), ("target_parameters", parameters)):
+        for wanted in getattr(peft_config, field, None) or ():
+            if not any(name.endswith(wanted) for name in names):
+                known = {name.rpartition(".")[2] for name in names}
+                raise ConfigError(unknown_name(f"{field}: the model has nothing called", wanted, known))

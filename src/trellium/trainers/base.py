@@ -46,7 +46,7 @@ from trellium.trainers.checkpoints import (
     write_model_card,
 )
 from trellium.trainers.mixture import RouterLoss
-from trellium.trainers.resuming import ResumingTrainer
+from trellium.trainers.resuming import ResumingTrainer, refused_by_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -117,17 +117,18 @@ class BaseTrainer(ResumingTrainer):
             check_collator(data_collator, train_dataset)
         self._compiles_blocks = args.compiles_blocks(model)
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-        )
+        with refused_by_transformers("these options"):
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            )
         if self.args.n_gpu > 1:
             raise ConfigError(
                 f"{self.args.n_gpu} devices are visible to one process, which would replicate the model in threads and break exact normalisation. "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
@@ -117,6 +118,10 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
                 setattr(self, new, getattr(self, old))
         super().__post_init__()
         self._check_reports()
+        self._check_checkpointing()
+        self._check_backend()
+        if self.push_to_hub and HF_HUB_OFFLINE:
+            raise ConfigError("push_to_hub=True, but HF_HUB_OFFLINE is set. Unset one of them.")
         if isinstance(self.model_init_kwargs, str):
             raise ConfigError(
                 f'model_init_kwargs must be a JSON object like \'{{"dtype": "bfloat16"}}\', got {self.model_init_kwargs!r}'
@@ -142,6 +147,8 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
             "seed": 0,
             "learning_rate": 0,
             "num_train_epochs": 0,
+            "weight_decay": 0,
+            "max_grad_norm": 0,
         }
         for name, least in lowest.items():
             value = getattr(self, name)
@@ -149,9 +156,36 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
                 raise ConfigError(f"{name} must be a number from {least}, got {value!r}")
         if not isinstance(self.max_steps, int):
             raise ConfigError(f"max_steps must be a whole number, -1 for none, got {self.max_steps!r}")
+        for name, strategy in (
+            ("logging_steps", "logging_strategy"),
+            ("save_steps", "save_strategy"),
+            ("eval_steps", "eval_strategy"),
+        ):
+            every = getattr(self, name)
+            by_steps = str(getattr(getattr(self, strategy), "value", getattr(self, strategy))) == "steps"
+            if by_steps and every is not None and not every > 0:
+                raise ConfigError(f"{name} must be above 0, got {every!r}. {strategy}=no leaves it out.")
         noise = self.neftune_noise_alpha
         if noise is not None and not (isinstance(noise, int | float) and 0 <= noise < 2**32):
             raise ConfigError(f"neftune_noise_alpha must be a number from 0, or unset for no noise, got {noise!r}")
+
+    def _check_checkpointing(self) -> None:
+        known = {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
+        for name in self.gradient_checkpointing_kwargs or ():
+            if name not in known:
+                raise ConfigError(
+                    f"{unknown_name('gradient_checkpointing_kwargs: torch.utils.checkpoint has no option', name, known)}"
+                )
+
+    def _check_backend(self) -> None:
+        """Hold `torch_compile_backend` to the backends that torch has, once it is known that something is compiled."""
+        if not self.torch_compile:
+            return
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if self.torch_compile_backend not in known:
+            raise ConfigError(
+                f"{unknown_name('torch_compile_backend: torch has no backend', str(self.torch_compile_backend), known)} It has {', '.join(known)}."
+            )
 
     def _check_reports(self) -> None:
         """Hold `report_to` to what transformers can report to here; `TrainingArguments` has made a list of it."""

@@ -48,13 +48,13 @@ def resumable_checkpoint(given: str | bool | None, output_dir: str) -> str | Non
         raise ConfigError(
             f"{given} is not a checkpoint: there is no such folder. Of checkpoints, {output_dir} has {here or 'none'}."
         )
-    why = damage(folder)
-    if why is not None:
+    damaged_by = damage(folder)
+    if damaged_by is not None:
         whole = next(
             (str(other) for other in _by_steps(folder.parent) if other != folder and damage(other) is None), None
         )
         raise ConfigError(
-            f"{given} is not a checkpoint to resume from: it {why}. "
+            f"{given} is not a checkpoint to resume from: it {damaged_by}. "
             + (
                 f"The last one beside it that is whole is {whole}."
                 if whole

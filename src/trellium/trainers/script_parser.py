@@ -86,8 +86,8 @@ class TrlParser(HfArgumentParser):
             )
         except ConfigError:
             raise
-        except (ValueError, NotImplementedError, ImportError) as error:
-            # What TrainingArguments finds wrong with a value, or with what is installed for it.
+        except (ValueError, NotImplementedError, ImportError, FileNotFoundError) as error:
+            # What TrainingArguments finds wrong with a value, with a file it names, or with what is installed for it.
             raise ConfigError(" ".join(str(error).split())) from error
         if not keep_unknown:
             self._check_left(left)

@@ -91,6 +91,10 @@ class SFTConfig(BaseConfig):
             raise ConfigError(
                 f"max_length must be at least 2, one token to predict from and one to predict; got {self.max_length}"
             )
+        if self.dataset_num_proc is not None and self.dataset_num_proc < 1:
+            raise ConfigError(
+                f"dataset_num_proc must be at least 1, or unset for one process, got {self.dataset_num_proc}"
+            )
         if isinstance(self.dataset_kwargs, str):
             raise ConfigError(f"dataset_kwargs must be a JSON object, got {self.dataset_kwargs!r}")
         unknown = sorted(set(self.dataset_kwargs or {}) - set(_DATASET_KWARGS))
