@@ -194,6 +194,6 @@ def _subtree_ends(prefixes: PrefixOrder, first: np.ndarray, size: int) -> np.nda
         if length > common:
             stack.append((own, common))
             tip = length
-    place = np.asarray(places, dtype=np.int64)
-    by_place = np.argsort(place)
-    return np.repeat(np.asarray(ends, dtype=np.int64)[by_place], np.diff(np.append(place[by_place], size)))
+    begins = np.asarray(places, dtype=np.int64)
+    by_place = np.argsort(begins)
+    return np.repeat(np.asarray(ends, dtype=np.int64)[by_place], np.diff(np.append(begins[by_place], size)))
