@@ -133,6 +133,7 @@ SLIPS = [
     ["--config", "c.yml"],
     ["--dtype", "fp32"],
     ["--output_dir", "a_file"],
+    ["--resume_from_checkpoint", "checkpoint-9"],
 ]
 
 

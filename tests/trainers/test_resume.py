@@ -12,7 +12,7 @@ from tests.trainers.tiny_runs import VOCABULARY, losses, tiny_trainer, token_row
 from trellium.errors import ConfigError
 from trellium.models.loading import load_model
 from trellium.models.tiny import tiny_model
-from trellium.trainers.checkpoints import last_checkpoint
+from trellium.trainers.checkpoints import last_checkpoint, resume_choice
 
 LORA = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -126,6 +126,23 @@ def test_a_checkpoint_of_another_kind_or_shape_is_refused(run_folder, tmp_path):
     for run, checkpoint, says in cases:
         with pytest.raises(ConfigError, match=says):
             run.train(resume_from_checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("given", "means"),
+    [
+        ("last", True),
+        ("true", True),
+        (True, True),
+        ("no", None),
+        ("False", None),
+        (False, None),
+        (None, None),
+        ("a/b", "a/b"),
+    ],
+)
+def test_a_word_for_resuming_is_understood(given, means):
+    assert resume_choice(given) is means or resume_choice(given) == means
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])

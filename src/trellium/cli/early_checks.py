@@ -16,6 +16,7 @@ from typing import Any
 from trellium.data.places import PYTHON_DOCS, check_dataset_name
 from trellium.errors import ConfigError, unknown_name
 from trellium.models.places import model_place
+from trellium.trainers.checkpoints import resumable_checkpoint, resume_choice
 from trellium.trainers.script_options import DTYPES, ModelConfig, ScriptArguments
 
 DEFAULTS = {"dataset_name": PYTHON_DOCS, "output_dir": "runs/sft"}
@@ -49,7 +50,11 @@ def check_early(flags: Sequence[str], options: dict[str, Any], path: str) -> Non
     values = {**DEFAULTS, **options, **given}
     check_dataset_name(_text(values["dataset_name"]))
     model_place(_text(values.get("model_name_or_path")))
-    _check_output_dir(_text(values["output_dir"]) or DEFAULTS["output_dir"])
+    output_dir = _text(values["output_dir"]) or DEFAULTS["output_dir"]
+    _check_output_dir(output_dir)
+    resume = resume_choice(values.get("resume_from_checkpoint"))
+    if isinstance(resume, str):  # which is the last one is looked up when training begins
+        resumable_checkpoint(resume, output_dir)
     dtype = _text(values.get("dtype", "float32"))
     if dtype and dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

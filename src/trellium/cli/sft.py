@@ -76,14 +76,13 @@ def train(trainer: SFTTrainer, arguments: list[str]) -> int:
     """Train, save and summarise; if Ctrl-C ends it, say how to go on. The exit code."""
     from trellium.cli.interruption import EXIT_CODE, stop_on_interrupt
     from trellium.cli.run_report import print_summary
+    from trellium.trainers.checkpoints import resume_choice
 
-    resume = trainer.args.resume_from_checkpoint
+    resume = resume_choice(trainer.args.resume_from_checkpoint)
     began = time.perf_counter()
     try:
         with stop_on_interrupt(trainer) as stop:
-            result = trainer.train(
-                resume_from_checkpoint=(resume not in ("true", "True", "last") and resume) or bool(resume)
-            )
+            result = trainer.train(resume_from_checkpoint=resume)
             stop.check(trainer)
             trainer.save_model(trainer.args.output_dir)
     except KeyboardInterrupt:

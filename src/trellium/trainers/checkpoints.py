@@ -6,11 +6,13 @@ import json
 import logging
 import re
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from trellium.errors import ConfigError
 from trellium.trainers.checkpoint_checks import STATE, damage
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,14 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
             return str(folder)
         logger.warning("%s %s. It is passed by.", folder, why)
     return None
+
+
+def resume_choice(given: str | bool | None) -> str | bool | None:
+    """What a flag or a file's key says of resuming: True for the last checkpoint, None for none, else a folder."""
+    word = str(given).strip().lower()
+    if word in ("last", "true", "yes", "on"):
+        return True
+    return None if given is None or word in ("", "false", "no", "off", "none", "null") else given
 
 
 def resumable_checkpoint(given: str | bool | None, output_dir: str) -> str | None:
