@@ -17,7 +17,7 @@ from trellium.errors import ModelError
 from trellium.forest.collate import ForestCollator
 from trellium.models.scoring import ScoreOutput, install_scores
 from trellium.models.tiny import tiny_model
-from trellium.ops import head as head_module
+from trellium.ops import head_tiles
 
 VOCABULARY = 64
 PARITY_KINDS = (
@@ -98,8 +98,8 @@ def assert_same_gradients(ours: PreTrainedModel, theirs: PreTrainedModel, tolera
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(head_module, "_EDGE_TILE", 8)
-    monkeypatch.setattr(head_module, "TILE_BYTES", 8 * 64 * 4)
+    monkeypatch.setattr(head_tiles, "EDGE_TILE", 8)
+    monkeypatch.setattr(head_tiles, "TILE_BYTES", 8 * 64 * 4)
 
 
 @pytest.mark.parametrize("kind", PARITY_KINDS)

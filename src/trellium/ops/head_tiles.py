@@ -1,0 +1,163 @@
+"""How a head's logits are cut into tiles, and made.
+
+`hidden @ weight.T` is never held. A tile of it is made in a work buffer that the next tile overwrites, small enough to stay near the cache while
+a few passes of elementwise arithmetic go over it, large enough for efficient products. Tiles of one problem are equal to within 64 tokens: no ragged
+last one. Everything an operator allocates besides the weight's gradient is planned into `WORK_BYTES`.
+
+Dtypes: every statistic and every accumulation is float32 (float64 where the products are). Operands of lower precision keep their rounding, but where
+PyTorch has no product of theirs that is summed and returned in float32, which is everywhere but on CUDA, they are multiplied as float32: exact
+products, and on most hosts ten times faster than the emulated ones. Rounding each tile's product to the operands' dtype before summing would bias
+the gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORK_BYTES = 64 << 20
+"""What one call may allocate besides the weight's gradient, where the gradient of `hidden` and the smallest tiles fit into it."""
+
+TILE_BYTES = 8 << 20
+"""The most that one tile of logits takes."""
+
+EDGE_TILE = 2048
+VOCABULARY_TILE = 1024
+_ALIGNMENT = 64
+_SMALLEST_TILE_BYTES = 1 << 20
+FEWEST_ROWS = 16
+
+
+def even_split(length: int, target: int, alignment: int = 1) -> list[tuple[int, int]]:
+    """Cut `[0, length)` into pieces of at most about `target`, equal to within `alignment`: no ragged last piece."""
+    units = -(-length // alignment)
+    pieces = max(1, -(-length // max(target, alignment)))
+    bounds = [min(length, alignment * (piece * units // pieces)) for piece in range(pieces)] + [length]
+    return list(itertools.pairwise(bounds))
+
+
+def widest(pieces: list[tuple[int, int]]) -> int:
+    """The length of the longest piece."""
+    return max(stop - start for start, stop in pieces)
+
+
+class Workspace:
+    """Named buffers that are allocated once and overwritten by every tile."""
+
+    def __init__(self, like: Tensor, size: int, dtype: torch.dtype) -> None:
+        self._like, self._size, self._dtype = like, size, dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A contiguous `[rows, columns]` view of the named buffer."""
+        flat = self._buffers.get(name)
+        if flat is None:
+            flat = self._buffers[name] = self._like.new_empty(self._size, dtype=dtype or self._dtype)
+        return flat[: rows * columns].view(rows, columns)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTile:
+    """A few tokens of the vocabulary: which, their weights in the products' dtype, and their bias times `inner`."""
+
+    start: int
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[0]
+
+
+class Head:
+    """The logits `outer · f(inner · (hidden @ weight.T + bias))` of one head, with `f` = tanh under a soft cap and nothing otherwise."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: float,
+        logit_scale: float,
+        softcap: float | None,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.softcap = hidden, weight, bias, softcap
+        self.statistics = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.products = hidden.dtype if has_mixed_products(hidden) else self.statistics
+        self.inner = logit_scale / temperature if softcap is None else logit_scale / softcap
+        self.outer = 1.0 if softcap is None else softcap / temperature
+        self.slope = self.inner * self.outer
+
+    @property
+    def lowest(self) -> float:
+        """The least finite statistic: where a maximum starts, so that a logit of -inf never meets another."""
+        return torch.finfo(self.statistics).min
+
+    def tiles(self, pieces: list[tuple[int, int]]) -> Iterator[HeadTile]:
+        """Each piece of the vocabulary, cast once."""
+        for start, stop in pieces:
+            bias = None if self.bias is None else self.bias[start:stop].to(self.statistics) * self.inner
+            yield HeadTile(start, self.weight[start:stop].to(self.hidden.dtype).to(self.products), bias)
+
+    def project(self, rows: Tensor, tile: HeadTile, out: Tensor, work: Workspace) -> Tensor:
+        """`out` filled with `f(inner · (rows @ tile.T + bias))`: the logits, still without the factor `outer`."""
+        if rows.dtype == out.dtype and tile.bias is not None:
+            torch.addmm(tile.bias, rows, tile.weight.t(), alpha=self.inner, out=out)
+        else:
+            if rows.dtype == out.dtype:
+                torch.mm(rows, tile.weight.t(), out=out)
+            else:
+                product = work("product", *out.shape, dtype=rows.dtype)
+                out.copy_(torch.mm(rows, tile.weight.t(), out=product))
+            if self.inner != 1.0:
+                out.mul_(self.inner)
+            if tile.bias is not None:
+                out.add_(tile.bias)
+        return out if self.softcap is None else out.tanh_()
+
+    def as_factor(self, tile: Tensor, work: Workspace) -> Tensor:
+        """A tile of gradients in the products' dtype."""
+        if tile.dtype == self.products:
+            return tile
+        return work("product", *tile.shape, dtype=self.products).copy_(tile)
+
+
+def has_mixed_products(tensor: Tensor) -> bool:
+    """Whether low-precision operands can be multiplied into a float32 sum."""
+    return tensor.is_cuda
+
+
+def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
+    """`accumulator += left @ right`, summed in the accumulator's dtype and never rounded to the operands'."""
+    if accumulator.dtype == left.dtype:
+        accumulator.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(accumulator, left, right, out_dtype=accumulator.dtype, out=accumulator)
+    else:
+        accumulator.addmm_(left.to(accumulator.dtype), right.to(accumulator.dtype))
+
+
+def tile_plan(
+    edges: int, vocabulary: int, width: int, *, itemsize: int, buffers: int, other_bytes: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Pieces of the edges and of the vocabulary, so that `buffers` tiles, one cast tile of the head and `other_bytes` stay within `WORK_BYTES`."""
+    room = (WORK_BYTES - other_bytes) // (buffers + 1)
+    size = min(TILE_BYTES, max(_SMALLEST_TILE_BYTES, room)) // itemsize
+    rows = min(max(edges, 1), EDGE_TILE, max(1, size // VOCABULARY_TILE))
+    edge_pieces = even_split(edges, rows)
+    columns = min(size // max(widest(edge_pieces), 1), max(size // width, VOCABULARY_TILE))
+    return edge_pieces, even_split(vocabulary, columns, _ALIGNMENT)
+
+
+def row_plan(
+    edges: int, vocabulary: int, width: int, *, itemsize: int, other_bytes: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Pieces of the edges of which whole rows of logits fit into what `other_bytes` leave of `WORK_BYTES`, and of the vocabulary."""
+    columns = min(vocabulary, max(_ALIGNMENT, min(VOCABULARY_TILE, TILE_BYTES // (itemsize * width))))
+    room = WORK_BYTES - other_bytes - 3 * itemsize * columns * width
+    rows = max(FEWEST_ROWS, room // (itemsize * (vocabulary + 2 * columns + 4 * width)))
+    return even_split(edges, rows), even_split(vocabulary, columns, _ALIGNMENT)

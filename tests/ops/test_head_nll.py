@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.ops.test_head import cut_small, full_logits_scores, problem, small_tiles  # noqa: F401
+from trellium.ops import head_nll, losses
+from trellium.ops.head import MODES, NLL_OUTPUTS, token_scores, weighted_nll
+
+LOSSES = {"nll": losses.nll, "dft": losses.dft}
+
+
+def weights_of(edges: int, seed: int, *, none: bool = False) -> Tensor:
+    """Every third edge does not count; or none does."""
+    weights = torch.rand(edges, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    weights[:: 1 if none else 3] = 0
+    return weights
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    edges=st.integers(0, 11),
+    width=st.integers(1, 9),
+    vocabulary=st.integers(1, 300),
+    with_bias=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.7, 3.0]),
+    logit_scale=st.sampled_from([1.0, 0.0625, -2.0]),
+    softcap=st.sampled_from([None, 2.0, 30.0]),
+    magnitude=st.sampled_from([1.0, 20.0]),
+    mode=st.sampled_from(MODES),
+    outputs=st.lists(st.sampled_from(NLL_OUTPUTS), unique=True),
+    tiling=st.sampled_from([(3, 64), (1, 64), None]),
+    untrained=st.booleans(),
+    frozen=st.sampled_from([(), (0,), (1,)]),
+    seed=st.integers(0, 1000),
+)
+def test_loss_and_gradients_are_those_of_full_logits(
+    edges, width, vocabulary, with_bias, temperature, logit_scale, softcap, magnitude, mode, outputs, tiling, untrained, frozen, seed
+):  # fmt: skip
+    hidden, weight, target, bias, leaves = problem(
+        edges, width, vocabulary, with_bias=with_bias, scale=magnitude, seed=seed
+    )
+    for index in frozen:
+        leaves[index].requires_grad_(False)
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    edge_weight = weights_of(edges, seed, none=untrained)
+    options = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
+    with pytest.MonkeyPatch.context() as patch:
+        if tiling is not None:
+            cut_small(patch, *tiling)
+        loss, scores = weighted_nll(hidden, weight, target, edge_weight, **options, mode=mode, outputs=outputs)
+        gradients = torch.autograd.grad(loss / 7, leaves)
+    plain = full_logits_scores(hidden, weight, target, **options)
+    expected = LOSSES[mode](plain.logprob, edge_weight, 7)
+    torch.testing.assert_close(loss / 7, expected, rtol=1e-10, atol=1e-10)
+    for name in NLL_OUTPUTS:
+        if name not in outputs:
+            assert getattr(scores, name) is None
+        else:
+            assert not getattr(scores, name).requires_grad
+            torch.testing.assert_close(getattr(scores, name), getattr(plain, name), rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_fused_form_is_the_loss_of_the_scores(small_tiles, mode):  # noqa: F811
+    hidden, weight, target, bias, leaves = problem(9, 6, 200, with_bias=True, dtype=torch.float32)
+    edge_weight = weights_of(9, 0)
+    fused, _ = weighted_nll(hidden, weight, target, edge_weight, bias=bias, softcap=5.0, mode=mode)
+    plain = LOSSES[mode](token_scores(hidden, weight, target, bias=bias, softcap=5.0).logprob, edge_weight, 1)
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(torch.autograd.grad(fused, leaves), torch.autograd.grad(plain, leaves))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            weighted_nll(hidden, weight, target, edge_weight, bias=bias, softcap=5.0, mode=mode)[0], plain
+        )
+
+
+def test_duplicate_targets_and_a_token_out_of_the_distribution(small_tiles):  # noqa: F811
+    hidden, weight, _, bias, leaves = problem(7, 4, 130, with_bias=True)
+    with torch.no_grad():
+        bias[:70] = -torch.inf
+    target = torch.tensor([129, 129, 129, 70, 0, 129, 70])  # edge 4 wants a token that cannot be
+    edge_weight = torch.tensor([1.0, 2, 1, 1, 0, 1, 1])
+    loss, _ = weighted_nll(hidden, weight, target, edge_weight, bias=bias, outputs=("entropy",))
+    gradients = torch.autograd.grad(loss, leaves)
+    rows = [0, 1, 2, 3, 5, 6]
+    plain = full_logits_scores(hidden[rows], weight[70:], target[rows] - 70, bias=bias[70:])
+    expected = losses.nll(plain.logprob, edge_weight[rows], 1)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_huge_logits_give_a_finite_loss_and_gradients(small_tiles, dtype):  # noqa: F811
+    hidden, weight, target, _, leaves = problem(9, 4, 200, scale=1e6, dtype=dtype)
+    loss, _ = weighted_nll(hidden, weight, target, torch.ones(9))
+    torch.testing.assert_close(loss, -full_logits_scores(hidden, weight, target).logprob.sum(), rtol=1e-5, atol=1e-5)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["as float32", "in its own products"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_stays_within_the_rounding_of_full_logits(small_tiles, monkeypatch, dtype, mixed):  # noqa: F811
+    from trellium.ops import head_tiles
+
+    monkeypatch.setattr(head_tiles, "has_mixed_products", lambda _: mixed)
+    hidden, weight, target, bias, leaves = problem(40, 16, 500, with_bias=True, dtype=dtype)
+    edge_weight = weights_of(40, 0)
+    loss, _ = weighted_nll(hidden, weight, target, edge_weight, bias=bias)
+    assert loss.dtype == torch.float32
+    gradients = torch.autograd.grad(loss, leaves)
+    assert [gradient.dtype for gradient in gradients] == [dtype] * 3
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = full_logits_scores(exact_leaves[0], exact_leaves[1], target, bias=exact_leaves[2])
+    expected = losses.nll(exact.logprob, edge_weight, 1)
+    rounding = 4 * torch.finfo(dtype).eps
+    assert abs(loss - expected) < rounding * abs(expected)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, exact_leaves), strict=True):
+        assert (ours - theirs).norm() < rounding * theirs.norm()
+
+
+def test_autocast_rounds_operands_and_keeps_the_gradients_of_the_parameters_dtype():
+    hidden, weight, target, _, _ = problem(9, 16, 200, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = weighted_nll(hidden, weight, target, torch.ones(9))
+    low = [tensor.detach().bfloat16() for tensor in (hidden, weight)]
+    assert loss.item() == pytest.approx(weighted_nll(*low, target, torch.ones(9))[0].item(), rel=1e-6)
+    loss.backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_gradient_dtype_of_float32_sums_accumulation_steps_in_float32(fused):
+    hidden, weight, target, _, _ = problem(64, 16, 200, dtype=torch.bfloat16)
+    weight.grad_dtype = torch.float32
+    pieces = list(zip(hidden.detach().split(1), target.split(1), strict=True))
+    for rows, wanted in pieces:
+        if fused:
+            weighted_nll(rows, weight, wanted, torch.ones(1))[0].backward()
+        else:
+            losses.nll(token_scores(rows, weight, wanted).logprob, torch.ones(1), 1).backward()
+    assert weight.grad.dtype == torch.float32
+    exact = weight.detach().double().requires_grad_()
+    (-full_logits_scores(hidden.detach().double(), exact, target).logprob.sum()).backward()
+    assert (weight.grad - exact.grad).norm() < 1e-6 * exact.grad.norm()
+
+
+def test_low_precision_follows_the_curve_of_float32_sums():
+    """200 steps, each of four accumulated micro-batches, many vocabulary tiles: no bias in how gradients are rounded."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 24, generator=generator).bfloat16()
+    targets = torch.randint(0, 40, (64,), generator=generator)
+    start = 0.3 * torch.randn(300, 24, generator=generator)
+
+    def curve(exact: bool) -> Tensor:
+        master, values = start.clone(), []
+        for _ in range(200):
+            weight = master.bfloat16().requires_grad_()
+            weight.grad_dtype = torch.float32
+            value = torch.zeros(())
+            for rows, wanted in zip(inputs.split(16), targets.split(16), strict=True):
+                if exact:
+                    loss = -(rows.float() @ weight.float().T).log_softmax(-1).gather(1, wanted[:, None]).sum() / 64
+                else:
+                    loss = weighted_nll(rows, weight, wanted, torch.full((16,), 1 / 64))[0]
+                loss.backward()
+                value += loss.detach()
+            master -= 2.0 * weight.grad
+            values.append(value)
+        return torch.stack(values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        cut_small(patch, 4, 64)
+        ours = curve(exact=False)
+    theirs = curve(exact=True)
+    assert theirs[-1] < 0.5 * theirs[0]
+    assert (ours - theirs).abs().max() < 1e-3 * theirs[0]
+
+
+def test_a_second_backward_through_one_loss_is_refused_rather_than_scaled_twice():
+    hidden, weight, target, _, _ = problem(3, 4, 30)
+    loss = weighted_nll(hidden, weight, target, torch.ones(3))[0] / 2
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_outside_changes_nothing(small_tiles, reentrant):  # noqa: F811
+    hidden, weight, target, _, leaves = problem(7, 4, 130)
+
+    def loss(hidden, weight):
+        return weighted_nll(hidden * 2, weight, target, torch.ones(7))[0]
+
+    inside = torch.autograd.grad(loss(hidden, weight), leaves)
+    checkpoint(loss, hidden, weight, use_reentrant=reentrant).backward()
+    torch.testing.assert_close((hidden.grad, weight.grad), inside)
+
+
+def test_it_is_one_node_of_a_graph():
+    hidden, weight, target, _, leaves = problem(7, 4, 130)
+    nodes = []
+
+    def backend(graph, _):
+        nodes.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    def loss(hidden, weight):
+        return weighted_nll(hidden, weight, target, torch.ones(7), outputs=("entropy",))[0]
+
+    torch.compile(loss, backend=backend, fullgraph=True)(hidden, weight)
+    assert sum("weighted_nll" in str(node) for node in nodes) == 1
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False)(hidden, weight)
+    torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(loss(hidden, weight), leaves))
+
+
+def test_operators_keep_the_contract_of_custom_operators(small_tiles):  # noqa: F811
+    hidden, weight, target, bias, _ = problem(5, 4, 130, with_bias=True)
+    arguments = (
+        hidden,
+        weight,
+        bias,
+        target,
+        torch.ones(5),
+        1.0,
+        1.0,
+        None,
+        0,
+        "",
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+    )
+    torch.library.opcheck(
+        head_nll.weighted_nll,
+        (*arguments, torch.float64),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mode": "kl"}, "mode must be one of"),
+        ({"outputs": ("log_sum_p2",)}, "outputs must name some of"),
+        ({"edge_weight": torch.ones(2)}, r"edge_weight must be \[E\]"),
+        ({"temperature": -1.0}, "temperature must be above 0"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(change, message):
+    arguments = {
+        "hidden": torch.zeros(3, 4),
+        "weight": torch.zeros(10, 4),
+        "target": torch.zeros(3, dtype=torch.int64),
+        "edge_weight": torch.ones(3),
+    }
+    with pytest.raises(ValueError, match=message):
+        weighted_nll(**{**arguments, **change})
