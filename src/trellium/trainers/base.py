@@ -421,7 +421,7 @@ class BaseTrainer(ResumingTrainer):
             )
         if checkpoint is not None:
             check_same_model(Path(checkpoint), self.model)
-        if self.args.should_save:
+        if self.args.should_save and self.args.save_strategy != "no":
             warn_of_other_runs(self.args.output_dir, checkpoint)
         self.resume_point = checkpoint
         return super().train(resume_from_checkpoint=checkpoint, **kwargs)
