@@ -9,31 +9,42 @@ from rich.table import Table
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from trellium.trainers.sft import SFTTrainer
 
 
 class PlanPrinter(TrainerCallback):
-    """Prints the plan of a run when it begins: device, types, model, rows, steps, output.
+    """Prints the plan of a run when it begins: device, types, model, rows, steps, output. Given to the trainer when it is made, it speaks before
+    what the trainer does first, such as compiling.
 
     Args:
-        trainer: whose run it is.
         model: what the user calls the model.
         data: what the user calls the dataset.
         device: a sentence about what computes.
     """
 
-    def __init__(self, trainer: SFTTrainer, *, model: str, data: str, device: str) -> None:
-        self._trainer, self._model, self._data, self._device = trainer, model, data, device
+    def __init__(self, *, model: str, data: str, device: str) -> None:
+        self._model, self._data, self._device = model, data, device
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: Any,
+        *,
+        model: nn.Module,
+        train_dataloader: Any,
+        **kwargs: Any,
+    ) -> None:
         """Print it once, on the first process."""
         if not state.is_world_process_zero:
             return
         rows = {
             "device": self._device,
-            "dtype": _dtypes(self._trainer),
-            "model": f"{self._model}, {_parameters(self._trainer)}",
-            "data": f"{self._data}, {_rows(self._trainer.train_dataset)}",
+            "dtype": _dtypes(args, model),
+            "model": f"{self._model}, {_parameters(model)}",
+            "data": f"{self._data}, {_rows(train_dataloader.dataset)}",
             "steps": _steps(args, state),
             "mode": f"torch_compile, backend {args.torch_compile_backend}" if args.torch_compile else "eager",
             "output": f"{args.output_dir}, {_saves(args)}",
@@ -46,14 +57,14 @@ class PlanPrinter(TrainerCallback):
         Console(highlight=False, markup=False).print(table)
 
 
-def _dtypes(trainer: SFTTrainer) -> str:
-    weights = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
-    computing = "bfloat16" if trainer.args.bf16 else "float16" if trainer.args.fp16 else weights
+def _dtypes(args: TrainingArguments, model: nn.Module) -> str:
+    weights = str(next(model.parameters()).dtype).removeprefix("torch.")
+    computing = "bfloat16" if args.bf16 else "float16" if args.fp16 else weights
     return weights if computing == weights else f"{weights}, computing in {computing}"
 
 
-def _parameters(trainer: SFTTrainer) -> str:
-    parameters = list(trainer.model.parameters())
+def _parameters(model: nn.Module) -> str:
+    parameters = list(model.parameters())
     trained = sum(one.numel() for one in parameters if one.requires_grad)
     total = sum(one.numel() for one in parameters)
     if trained == total:

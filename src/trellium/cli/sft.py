@@ -118,17 +118,19 @@ def build_trainer(data: ScriptArguments, model: ModelConfig, config: SFTConfig, 
     train_dataset = rows(data.dataset_train_split)
     eval_dataset = rows(data.dataset_test_split) if config.eval_strategy != "no" else None
     config.model_init_kwargs = model_init_kwargs(model, config)
-    trainer = SFTTrainer(
+    plan = PlanPrinter(
+        model=model.model_name_or_path or BUNDLED_MODEL,
+        data=dataset,
+        device=device_sentence(str(config.device), asked=asked_cpu),
+    )
+    return SFTTrainer(
         model.model_name_or_path,
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         peft_config=get_peft_config(model),
+        callbacks=[plan],
     )
-    name = model.model_name_or_path or BUNDLED_MODEL
-    device = device_sentence(str(config.device), asked=asked_cpu)
-    trainer.add_callback(PlanPrinter(trainer, model=name, data=dataset, device=device))
-    return trainer
 
 
 def stopped_message(trainer: SFTTrainer, arguments: list[str]) -> str:
