@@ -12,16 +12,17 @@ _TABLE = re.compile(
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """The longest row that a model's table of positions has a place for, in tokens; None where there is no table.
+    """The longest row that a language model's table of positions has a place for, in tokens; None where there is no table.
 
-    Found by the names that transformers' models give such tables (`wpe` of GPT-2, `embed_positions` of OPT, the buffer of GPT-J): a row beyond them would
-    end as an index out of range, in the middle of a run.
+    A table is known by the names that transformers' models give them (`wpe` of GPT-2, `embed_positions` of OPT, the buffer of GPT-J) and by having as
+    many places as the text's configuration says, which a picture's table has not. A row beyond it would end as an index out of range, in the middle of
+    a run.
     """
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and _TABLE.search(name):
-            found.append(module.num_embeddings - int(getattr(module, "offset", 0)))
-    for name, buffer in model.named_buffers():
-        if name.endswith("embed_positions") and buffer.ndim == 2:
-            found.append(buffer.shape[0])
-    return min(found, default=None)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr]
+    places = [
+        module.num_embeddings - int(getattr(module, "offset", 0))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and _TABLE.search(name)
+    ]
+    places += [buffer.shape[0] for name, buffer in model.named_buffers() if name.endswith("embed_positions")]
+    return limit if limit in places else None

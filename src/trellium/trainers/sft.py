@@ -31,6 +31,7 @@ class SFTTrainer(BaseTrainer):
         peft_config: train this adapter, e.g. a `peft.LoraConfig`, instead of the model.
         formatting_func: from a row to its text.
         compute_loss_func, compute_metrics, preprocess_logits_for_metrics, quantization_config: TRL's, refused with the reason.
+        **others: names that are not arguments, answered with what they are called or where they belong.
 
     Logged: `loss`, `entropy` and `mean_token_accuracy` over trained tokens, `num_tokens` since the run began (it survives a resume), `aux_loss`
     of mixtures of experts, tokens per second and peak memory. In evaluation the same with `eval_`; its loss is the mean over all held-out tokens that
