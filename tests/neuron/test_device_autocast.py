@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 
 import pytest
@@ -97,3 +98,42 @@ def test_a_weight_is_cast_once_in_a_block():
         for _ in range(3):
             torch.nn.functional.linear(x, weight)
         assert torch.neuron.memory_allocated() == held
+
+
+def in_a_thread(work):
+    """What `work` returns, or raises, in a thread that has done nothing else."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_bfloat16_is_the_type_from_a_threads_first_moment():
+    assert in_a_thread(lambda: torch.get_autocast_dtype("neuron")) == torch.bfloat16
+    assert in_a_thread(lambda: torch.autocast("neuron").fast_dtype) == torch.bfloat16
+    assert in_a_thread(torch.neuron.get_autocast_dtype) == torch.bfloat16
+    assert in_a_thread(lambda: torch.get_autocast_dtype("cpu")) == torch.bfloat16
+    assert in_a_thread(lambda: torch.get_autocast_dtype("cuda")) == torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_type_that_a_thread_sets_stays_whatever_runs_there(dtype):
+    def work():
+        torch.set_autocast_dtype("neuron", dtype)
+        a = torch.ones(2, 2, device="neuron")
+        with torch.autocast("neuron"):
+            product = a @ a
+        with torch.autocast("neuron", dtype=torch.bfloat16):
+            a @ a
+        return product.dtype, torch.get_autocast_dtype("neuron")
+
+    assert in_a_thread(work) == (dtype, dtype)
+    assert torch.get_autocast_dtype("neuron") == torch.bfloat16
+
+
+def test_a_compiled_function_may_ask_for_the_type():
+    @torch.compile(backend="eager", fullgraph=True)
+    def work(x):
+        with torch.autocast("neuron"):
+            product = x @ x
+        return product.to(torch.get_autocast_dtype("neuron"))
+
+    assert work(torch.ones(2, 2, device="neuron")).dtype == torch.bfloat16

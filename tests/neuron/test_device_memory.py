@@ -161,3 +161,25 @@ def test_threads_do_not_lose_bytes():
     for thread in threads:
         thread.join()
     assert torch.neuron.memory_allocated(CORE) == before
+
+
+@pytest.mark.parametrize(
+    "grow",
+    [
+        lambda x: x.set_(x.untyped_storage(), 0, (2**40,)),
+        lambda x: x.set_(torch.ones(4, device="neuron").untyped_storage(), 2, (2**20, 2**20), (2**20, 1)),
+        lambda x: x.resize_(2**40),
+        lambda x: x.untyped_storage().resize_(2**45),
+        lambda x: torch.add(torch.ones((), device="neuron").expand(2**38, 4), 1, out=x),
+    ],
+    ids=["set_ own storage", "set_ another", "resize_", "storage", "out="],
+)
+def test_a_tensor_that_could_not_grow_is_what_it_was(grow):
+    x = torch.arange(4.0, device="neuron")
+    held = torch.neuron.memory_allocated()
+    geometry = (x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes(), x.data_ptr())
+    with pytest.raises(torch.OutOfMemoryError):
+        grow(x)
+    assert (x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes(), x.data_ptr()) == geometry
+    assert x.tolist() == [0, 1, 2, 3]
+    assert torch.neuron.memory_allocated() == held

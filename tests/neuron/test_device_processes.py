@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from trellium.neuron import presence
@@ -271,3 +272,107 @@ def test_no_compiler_leaves_the_device_out_and_a_failing_one_fails(tmp_path):
     assert without.stderr.count("no C++ compiler found") == 1
     assert build("false").returncode != 0
     assert not list(tmp_path.rglob("_C.*.so"))
+
+
+BACKWARDS = """
+import threading, torch
+
+torch.ones(2, requires_grad=True).sum().backward()   # the engine counts devices, once: none is in use
+
+def thread(work):
+    caught = []
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            caught.append(error)
+    it = threading.Thread(target=run); it.start(); it.join()
+    assert not caught, caught
+
+def graphs():
+    x = torch.ones(2, device="neuron", requires_grad=True)
+    y = torch.ones(2, requires_grad=True)
+    yield x, (x * 2).sum(), torch.ones((), device="neuron")          # neuron throughout
+    yield x, (x.cpu() * 2).sum(), torch.ones(())                     # from the CPU to the device
+    yield y, (y.to("neuron") * 2).sum(), torch.ones((), device="neuron")
+    yield x, torch.utils.checkpoint.checkpoint(lambda x: (x * 2).sum(), x, use_reentrant=True), torch.ones((), device="neuron")
+"""
+
+
+@pytest.mark.parametrize("asked", ["pass", "torch.autograd.set_multithreading_enabled(True)"])
+def test_a_thread_may_begin_with_a_backward_though_the_engine_began_without_the_device(python, asked):
+    python(
+        BACKWARDS
+        + f"""
+import torch.utils.checkpoint
+for leaf, loss, one in graphs():
+    def work():
+        {asked}
+        loss.backward(one)
+    thread(work)
+    assert leaf.grad.tolist() == [2, 2]
+    leaf.grad = None
+for leaf, loss, one in graphs():
+    {asked}
+    loss.backward(one)
+    assert leaf.grad.tolist() == [2, 2]
+    leaf.grad = None
+"""
+    )
+
+
+def test_every_node_of_the_device_runs_on_the_thread_that_called_backward(python):
+    python(
+        BACKWARDS
+        + """
+class Where(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        seen.append(threading.get_ident())
+        return gradient
+
+x = torch.ones(2, device="neuron", requires_grad=True)
+with torch.autograd.set_multithreading_enabled(True):
+    seen = []
+    Where.apply(x).sum().backward()
+assert seen == [threading.get_ident()]
+"""
+    )
+
+
+def test_a_neuron_tensor_is_not_sent_to_another_process_and_nobody_waits_for_it(tmp_path):
+    script = tmp_path / "send.py"
+    script.write_text(
+        """
+import multiprocessing, torch
+
+class OnTheDevice(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return torch.ones(3, device="neuron")
+
+def refused(send):
+    try:
+        send()
+    except RuntimeError as error:
+        assert "cannot be sent between processes" in str(error) and ".cpu()" in str(error), error
+    else:
+        raise AssertionError("not refused")
+
+if __name__ == "__main__":
+    tensor = torch.ones(3, device="neuron")
+    loader = torch.utils.data.DataLoader(OnTheDevice(), num_workers=1, multiprocessing_context="spawn", timeout=60)
+    refused(lambda: list(loader))
+    one, other = multiprocessing.Pipe()
+    for sent in (tensor, torch.nn.Parameter(tensor), {"storage": tensor.untyped_storage()}):
+        refused(lambda: one.send(sent))
+    one.send(tensor.cpu())
+    assert other.recv().tolist() == [1, 1, 1]
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 
+import numpy
 import pytest
 import safetensors
 import safetensors.torch
@@ -115,3 +116,52 @@ def test_accelerate_and_peft_load_onto_the_device(weights):
     loaded = accelerate.utils.modeling.load_state_dict(str(weights), device_map={"": "neuron:1"})
     assert str(loaded["a"].device) == "neuron:1"
     assert str(peft.utils.save_and_load.safe_load_file(weights, device="neuron")["a"].device) == "neuron:0"
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("device", ["neuron:1", "cpu"])
+def test_a_generators_copy_goes_on_where_it_stands_and_alone(copied, device):
+    generator = torch.Generator(device).manual_seed(3)
+    torch.rand(5, generator=generator, device=device)
+    twin = copied(generator)
+    assert (twin.device, twin.initial_seed()) == (generator.device, 3)
+    drawn = torch.rand(5, generator=generator, device=device)
+    assert torch.equal(torch.rand(5, generator=twin, device=device), drawn)
+
+
+def test_dlpack_gives_and_takes_the_memory_itself():
+    tensor = torch.arange(6.0, device="neuron:1").view(2, 3)
+    assert tuple(tensor.__dlpack_device__()) == (torch.utils.dlpack.DLDeviceType.kDLExtDev, 1)
+    taken = torch.from_dlpack(tensor.t())
+    assert (taken.device, taken.shape) == (tensor.device, (3, 2))
+    taken.mul_(2)
+    assert tensor.tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert torch.ones(1).__dlpack_device__()[0] == torch.utils.dlpack.DLDeviceType.kDLCPU
+    with pytest.raises((RuntimeError, BufferError, ValueError), match=r"[Uu]nsupported|device"):
+        numpy.from_dlpack(tensor)
+
+
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
+)
+def test_a_sparse_tensor_is_refused_where_it_arrives_or_is_made(layout):
+    block = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    sparse = torch.eye(4).to_sparse(layout=layout, **block)
+    for make in (
+        lambda: sparse.to("neuron"),
+        lambda: torch.nn.ParameterDict({"a": torch.nn.Parameter(sparse)}).to("neuron"),
+        lambda: torch.eye(4, device="neuron").to_sparse(layout=layout, **block),
+    ):
+        with pytest.raises(NotImplementedError, match="dense strided tensors only"):
+            make()
+    assert sparse.to(torch.float64).layout == layout, "the host's own casts are torch's"
+    assert sparse.to_dense().to("neuron").sum().item() == 4
+
+
+def test_a_compressed_sparse_tensor_is_not_made_of_neuron_parts():
+    for device in ({}, {"device": "neuron"}):
+        parts = [torch.tensor(values).to("cpu" if device else "neuron") for values in ([0, 1], [0], [1.0])]
+        with pytest.raises(NotImplementedError, match="dense strided tensors only"):
+            torch.sparse_csr_tensor(*parts, (1, 1), **device)

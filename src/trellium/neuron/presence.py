@@ -65,13 +65,16 @@ def take_the_name() -> str | None:
         instance=instance.instance_type,
     )
     torch.utils.rename_privateuse1_backend("neuron")
-    from trellium.neuron import device_module, safetensors_bridge
+    from trellium.neuron import amp, default_backend, device_module, exchange, safetensors_bridge
 
     torch._register_device_module("neuron", device_module)
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )
     _present_torch_neuronx(device_module)
+    amp.install()
+    exchange.install()
+    default_backend.install()
     safetensors_bridge.install()
     # transformers' asynchronous loader hangs on the real device; the rest of what is set for users waits for the first graph (compile_settings).
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")

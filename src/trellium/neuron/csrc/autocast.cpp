@@ -57,6 +57,7 @@ constexpr c10::DispatchKey kAutocast = c10::DispatchKey::AutocastPrivateUse1;
 // Matrix products and convolutions: in the low type.
 void lower_precision(const c10::OperatorHandle& op, Stack* stack) {
   const NoAutocast guard(kAutocast);
+  settle_autocast();
   cast_all(op, stack, at::autocast::get_autocast_dtype(kNeuron));
   op.callBoxed(stack);
 }
@@ -86,6 +87,7 @@ void float32_result(const c10::OperatorHandle& op, Stack* stack) {
 // Several operands that must have one type: the widest among them.
 void promote(const c10::OperatorHandle& op, Stack* stack) {
   const NoAutocast guard(kAutocast);
+  settle_autocast();
   at::ScalarType widest = at::autocast::get_autocast_dtype(kNeuron);
   each_tensor(op, stack, [&widest](const at::Tensor& tensor) {
     if (eligible(tensor)) {

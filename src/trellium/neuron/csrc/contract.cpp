@@ -97,7 +97,8 @@ State& state() {
   return *it;
 }
 
-// This thread runs operators that are not the user's: those of a value check, or the parts of one that is counted whole.
+// This thread runs operators that are not the user's: those of a value check, of a tensor's printed form, or the parts of one that is
+// counted whole.
 thread_local bool inside = false;
 
 constexpr uint64_t mix(uint64_t hash, uint64_t value) {
@@ -348,8 +349,9 @@ std::string text_of(const Op& op, const c10::OperatorHandle& handle, const c10::
 constexpr int64_t kExactInFloat32 = int64_t{1} << 24;
 
 struct Inside {
+  const bool before = inside;
   Inside() { inside = true; }
-  ~Inside() { inside = false; }
+  ~Inside() { inside = before; }
 };
 
 std::string lost_in(const at::Tensor& tensor) {
@@ -698,6 +700,10 @@ void bind(py::module_& m) {
   m.def("contract_configure", &configure);
   m.def("contract_clear", &clear);
   m.def("contract_snapshot", &snapshot);
+  m.def(
+      "contract_aside",
+      [](bool on) { return std::exchange(inside, on); },
+      "count nothing of what this thread runs, or go on counting; returns what was so before");
 }
 
 }  // namespace trellium::contract

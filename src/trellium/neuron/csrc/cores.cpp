@@ -266,9 +266,15 @@ Thread& this_thread() {
   return thread;
 }
 
-void settle_thread(Thread& thread) {
-  thread.settled = true;
-  at::autocast::set_autocast_dtype(kNeuron, at::kBFloat16);
+void settle_autocast() {
+  Thread& thread = this_thread();
+  if (!thread.settled) {
+    thread.settled = true;
+    at::autocast::set_autocast_dtype(kNeuron, at::kBFloat16);
+  }
+}
+
+void keep_autograd_on_this_thread() {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
 }
 

@@ -44,23 +44,20 @@ struct Block {
 struct Thread {
   int8_t core = -1;         // current device; -1: not chosen yet, the process's default
   int8_t kernel_core = -1;  // the core whose operator is running on the host right now; -1: none
-  bool settled = false;
+  bool settled = false;     // autocast's default has been chosen, here or by the user
   std::array<c10::StreamId, kMaxCores> stream{};
 };
 Thread& this_thread();
 
-// Runs once a thread, before its first neuron operator. The autograd engine must run neuron nodes on the thread that calls backward: every
-// neuron kernel is synchronous host work, and handing it to one engine thread a device only moves it to cold caches and a second OpenMP
-// pool (measured: 1.2 to 1.7 times the step time). Autocast must mean bfloat16. Torch keeps both per thread, so both are set per thread; a
-// thread may change them afterwards.
-void settle_thread(Thread& thread);
-inline Thread& enter_thread() {
-  Thread& thread = this_thread();
-  if (C10_UNLIKELY(!thread.settled)) {
-    settle_thread(thread);
-  }
-  return thread;
-}
+// Makes autocast mean bfloat16 on this thread, once: torch keeps the type per thread, and every thread begins with float16. Runs before
+// anything asks for the type or sets it (amp.py, and autocast's kernels for threads that are not Python's), so what a thread sets stays.
+void settle_autocast();
+
+// Makes the autograd engine run neuron nodes on the thread that called backward. Runs whenever torch asks for a core's stream, which the
+// engine does for the root, for every neuron node and for every gradient that reaches one, before it chooses a thread for it. Every neuron
+// kernel is synchronous host work, so an engine thread a device would only move it to cold caches and a second OpenMP pool (measured: 1.2
+// to 1.7 times the step time); and the engine has such threads only if the device was in use at the process's first backward.
+void keep_autograd_on_this_thread();
 
 // ---- the process ----
 void configure(int cores, size_t bytes_per_core, std::string core_name, std::string instance);

@@ -12,7 +12,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "cores.h"
-#include "kernels.h"
+#include "host_call.h"
 #include "runtime.h"
 
 namespace py = pybind11;
@@ -34,7 +34,6 @@ class Passage {
  public:
   // Empties `arguments`, as the caller of a boxed function expects, and returns their aliases.
   py::list enter(py::list arguments) {
-    enter_thread();
     const size_t count = arguments.size();
     py::list hosts(count);
     for (size_t i = 0; i < count; ++i) {

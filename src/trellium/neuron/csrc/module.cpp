@@ -23,7 +23,6 @@ PYBIND11_MODULE(_C, m) {
         register_runtime();
         register_kernels();
         register_autocast();
-        enter_thread();
       },
       py::arg("cores"),
       py::arg("bytes_per_core"),
@@ -33,6 +32,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("current_device", &current_core);
   m.def("exchange_device", &exchange_core);
   m.def("in_use", &in_use);
+  m.def("settle_autocast", &settle_autocast, "make autocast mean bfloat16 on this thread, unless that was done before");
   m.def("in_bad_fork", &in_bad_fork);
   m.def("default_generator", [](int core) {
     return py::reinterpret_steal<py::object>(THPGenerator_Wrap(default_generator(checked_core(static_cast<c10::DeviceIndex>(core)))));

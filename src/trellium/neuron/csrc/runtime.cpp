@@ -105,11 +105,9 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     }
   }
   c10::Stream getStream(c10::Device device) const override {
-    // The autograd engine asks for the stream of every root on the thread that called backward, before it chooses where to run: so a
-    // thread that never ran a neuron operator itself is settled in time too.
-    Thread& thread = enter_thread();
+    keep_autograd_on_this_thread();
     const int core = checked_core(device.index());
-    return c10::Stream(c10::Stream::UNSAFE, device_of(core), thread.stream[static_cast<size_t>(core)]);
+    return c10::Stream(c10::Stream::UNSAFE, device_of(core), this_thread().stream[static_cast<size_t>(core)]);
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::UNSAFE, device_of(checked_core(device.index())), 0);
@@ -162,7 +160,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     // The autograd engine starts one thread a device at the first backward, and then refuses a backward after a fork. A process that
-    // never used the device must not pay for it, nor lose fork.
+    // never used the device must not pay for it, nor lose fork. No neuron node runs on those threads (keep_autograd_on_this_thread), so
+    // nothing is missing where the device is used later.
     return in_use() ? static_cast<c10::DeviceIndex>(core_count()) : 0;
   }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override {

@@ -1,0 +1,22 @@
+// Every CPU operator, on neuron tensors, without a copy.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+namespace trellium {
+
+// The CPU tensor that is the neuron tensor.
+at::Tensor host_alias(const at::Tensor& tensor);
+
+// A neuron tensor on `storage` with the geometry of the CPU tensor `host`.
+at::Tensor neuron_tensor(c10::Storage storage, const at::Tensor& host);
+
+// The kernel that runs an operator on the host.
+c10::KernelFunction host_kernel(const c10::FunctionSchema& schema);
+
+// The same for custom operators that were defined after this module was loaded.
+void host_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+}  // namespace trellium
