@@ -318,6 +318,119 @@ def test_nothing_is_counted_when_tracking_is_off():
     assert contract.report().operators == ()
 
 
+# ---- blocks within, after and across one another
+
+
+def is_strict():
+    try:
+        torch.sort(torch.zeros(3, device="neuron"))
+    except contract.ContractError:
+        return True
+    return False
+
+
+def test_counting_inside_a_strict_block_stays_strict():
+    with contract.strict(max_compilations=10**6):
+        with contract.track():
+            assert is_strict()
+        with contract.track(values=True), contract.strict(values=False):
+            assert is_strict()
+        with contract.track(False):
+            assert not is_strict()
+            with contract.strict():
+                assert is_strict()
+        with contract.strict(fallback=False):
+            assert not is_strict()
+        assert is_strict()
+    assert not is_strict()
+    with contract.track(), contract.strict():
+        assert is_strict()
+    assert not is_strict()
+
+
+def test_a_block_inside_a_plain_call_leaves_the_call_standing():
+    contract.strict()
+    try:
+        with contract.track(values=True):
+            assert is_strict()
+        assert is_strict()
+    finally:
+        contract.track()
+    assert not is_strict()
+
+
+def test_a_block_can_be_used_again_and_inside_itself():
+    block = contract.strict()
+    assert is_strict()
+    for _ in range(2):
+        with block:
+            assert is_strict()
+            with block:
+                assert is_strict()
+            assert is_strict()
+        assert not is_strict()
+
+
+def test_blocks_that_overlap_take_away_their_own_part_only():
+    first, second = contract.strict(), contract.strict()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_strict()
+    second.__exit__(None, None, None)
+    assert not is_strict()
+
+    def strictly():
+        with contract.strict():
+            yield
+
+    one, other = strictly(), strictly()
+    next(one), next(other)
+    one.close()
+    assert is_strict()
+    other.close()
+    assert not is_strict()
+
+
+def test_threads_whose_blocks_overlap_leave_nothing_behind():
+    begun, ended = threading.Event(), threading.Event()
+    found = []
+
+    def work():
+        with contract.strict():
+            begun.set()
+            ended.wait(60)
+            found.append(is_strict())
+
+    thread = threading.Thread(target=work)
+    with contract.strict():
+        thread.start()
+        begun.wait(60)
+    ended.set()
+    thread.join()
+    assert found == [True]
+    assert not is_strict()
+
+
+def test_calls_without_number_keep_no_more_than_the_last():
+    for _ in range(50):
+        contract.track()
+    assert len(contract._calls) <= 2
+
+
+@pytest.mark.parametrize(
+    "look", [repr, str, lambda x: f"{x}", lambda x: repr(torch.nn.Parameter(x)), lambda x: repr([x])]
+)
+def test_looking_at_a_tensor_changes_no_report_and_breaks_no_rule(look):
+    x = neuron(40, 40) + 1.5
+    contract.reset()
+    with contract.strict():
+        assert "1.5" in look(x)
+    assert contract.report().operators == ()
+    x + x
+    assert [op.name for op in contract.report().operators] == ["aten::add.Tensor"]
+
+
 # ---- threads, forks, the environment
 
 

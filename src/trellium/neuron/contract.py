@@ -2,18 +2,14 @@
 
 Every operator that reaches the device is counted: which ones the vendor's device would hand to the host, how many programs it would have
 compiled (one per distinct operator, dtypes and sizes), how often 64-bit values were computed that the device narrows to 32 bits. The
-counting is C++ (`csrc/contract.cpp`) and costs 0.06 to 0.13 us an operator (0.18 for one with four tensors; measured where an add takes 2.6 us), so it is on by default.
+counting is C++ (`csrc/contract.cpp`) and costs 0.06 to 0.13 us an operator (0.18 for one with four tensors; measured where an add takes
+2.6 us), so it is on by default. What a tensor's printed form computes is not counted.
 
-Nothing here has met a chip. The table below is an **estimate from public documentation, not from a device**: each entry says why, and on
-what grade of evidence:
+Nothing here has met a chip: what is held against a run is a table of estimates (`contract_rules`).
 
-- `tests`: asserted by the test suite of the vendor's public beta;
-- `docs`: the vendor's documentation or an error code of its compiler;
-- `report`: somebody's published account of running on a chip;
-- `inferred`: nothing public says that it lowers, and its kind does not.
-
-What the table does not name is taken to run on the device; an operator outside `aten` is taken to run on the host, since it has a kernel
-for the device only if its author wrote one.
+`track` and `strict` hold for the process, every thread of it. A plain call holds until the next one; blocks (`with`) lie on top of it in the
+order they were entered, each says only what it is about, and the latest that says something of a matter is heard: counting inside a strict
+block stays strict. A block takes away its own part when it ends, whichever others began or ended meanwhile.
 
 Environment: `TRELLIUM_NEURON_TRACK=0` turns the counting off. `TRELLIUM_NEURON_STRICT=1` raises on a host fallback or a lost value, as
 `strict()` does; `TRELLIUM_NEURON_MAX_COMPILATIONS=n` raises when a run would compile more than n programs.
@@ -21,116 +17,33 @@ Environment: `TRELLIUM_NEURON_TRACK=0` turns the counting off. `TRELLIUM_NEURON_
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
-DEVICE, HOST, DATA_DEPENDENT, UNTESTED = range(4)
+import torch
 
-SOURCE = "estimated from public documentation, not from a device"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What is known of some operators: `verdict`, the reason, and the grade of evidence for it.
-
-    `operators`: names with or without overload; in-place forms follow their plain form; a final `*` takes all that begin so, and a
-    longer name wins over a shorter one.
-    """
-
-    verdict: int
-    reason: str
-    evidence: str
-    operators: tuple[str, ...]
-
-
-def _rule(verdict: int, evidence: str, reason: str, operators: str) -> Rule:
-    return Rule(verdict, reason, evidence, tuple(f"aten::{name}" for name in operators.split()))
-
-
-RULES: tuple[Rule, ...] = (
-    _rule(HOST, "report", "FFTs compute in complex numbers, which the device has not", "_fft_* fft_* stft istft"),
-    _rule(
-        HOST,
-        "report",
-        "the public beta has no random numbers on the device (dropout excepted); later releases may",
-        "uniform normal normal_functional random bernoulli multinomial exponential cauchy log_normal geometric poisson binomial "
-        "randperm rand rand_like randn randn_like randint randint_like _standard_gamma _sample_dirichlet rrelu_with_noise",
-    ),
-    _rule(
-        HOST,
-        "docs",
-        "the compiler rejects a general sort (NCC_EVRF029); topk runs on the device",
-        "sort msort kthvalue median nanmedian mode",
-    ),
-    _rule(
-        HOST,
-        "report",
-        "the size of its result depends on data, which does not lower",
-        "_unique _unique2 unique_dim unique_consecutive unique_dim_consecutive bincount",
-    ),
-    _rule(HOST, "tests", "the public beta has no kernel for it", "histogram* _histogramdd_*"),
-    _rule(
-        HOST,
-        "inferred",
-        "a matrix decomposition or solve; nothing public says that it lowers",
-        "linalg_cholesky* _linalg_eigh linalg_eig _linalg_eigvals linalg_eigvals* _linalg_svd linalg_qr geqrf linalg_lu* lu_unpack "
-        "linalg_ldl* linalg_inv_ex _linalg_solve_ex _linalg_det _linalg_slogdet linalg_lstsq linalg_householder_product ormqr "
-        "triangular_solve linalg_solve_triangular cholesky cholesky_inverse cholesky_solve linalg_matrix_exp",
-    ),
-    _rule(
-        HOST,
-        "inferred",
-        "sparse layouts; nothing public says that they are supported",
-        "_sparse_* sparse_* _coalesce to_sparse* _to_sparse* to_dense _to_dense hspmm sspaddmm",
-    ),
-    _rule(
-        HOST,
-        "inferred",
-        "the host's quantized kernels have no counterpart on the device",
-        "quantize_per_* dequantize quantized_* _weight_int4pack_mm* _weight_int8pack_mm* _convert_weight_to_int4pack*",
-    ),
-    _rule(HOST, "report", "the public beta has no scaled 8-bit matrix product", "_scaled_mm*"),
-    _rule(HOST, "inferred", "a loop over time on the host; nothing public says that it lowers", "_ctc_loss* ctc_loss*"),
-    _rule(
-        DATA_DEPENDENT,
-        "tests",
-        "runs on the device in eager mode, but the host waits for the size of its result, each size compiles its users again, and it "
-        "cannot stand in a compiled graph",
-        "nonzero nonzero_numpy masked_select repeat_interleave.Tensor",
-    ),
-    _rule(UNTESTED, "inferred", "nothing public says whether it lowers", "histc"),
-    _rule(
-        UNTESTED,
-        "report",
-        "not in the vendor's public test suite",
-        "native_group_norm* upsample_* _upsample_* pixel_shuffle pixel_unshuffle baddbmm roll conv3d slow_conv3d* slow_conv_transpose*",
-    ),
-    _rule(
-        DEVICE,
-        "tests",
-        "runs on the device in the public beta's tests",
-        "topk nonzero_static cumsum flip index_select index_add index_copy scatter_add native_dropout linalg_vector_norm masked_fill "
-        "_fused_rms_norm _grouped_mm",
-    ),
+from trellium.neuron.contract_report import ContractReport, OperatorReport, report_of  # noqa: F401
+from trellium.neuron.contract_rules import (  # noqa: F401
+    COMPLEX_REASON,
+    DATA_DEPENDENT,
+    DEVICE,
+    HOST,
+    RULES,
+    SHOWN_AS,
+    SOURCE,
+    UNTESTED,
+    Rule,
+    reason_for,
 )
-
-# What the vendor calls a kernel that has another name on the host, so that reports read alike.
-_SHOWN_AS = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "aten::_scaled_dot_product_fused_attention_overrideable",
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (
-        "aten::_scaled_dot_product_fused_attention_overrideable_backward"
-    ),
-}
-
-COMPLEX_REASON = "complex numbers are not supported by the device (NCC_EVRF004)"
-MASK_REASON = "a boolean index: the size of the result depends on data"
-CUSTOM_REASON = "a custom operator has no kernel on the device unless its author wrote one"
 
 
 class ContractError(RuntimeError):
@@ -138,98 +51,6 @@ class ContractError(RuntimeError):
 
     The message names the operator, its arguments' dtypes and sizes, and the line of the user's that called it.
     """
-
-
-@dataclass(frozen=True)
-class OperatorReport:
-    """What was counted of one operator.
-
-    `verdict`: what the table says of it, `DEVICE`, `HOST`, `DATA_DEPENDENT` or `UNTESTED`; single calls may differ (complex numbers).
-    `where`: the user's line that first called an operator the host would run or that lost values; empty elsewhere.
-    `signatures`: up to eight of the programs it would have compiled.
-    """
-
-    name: str
-    verdict: int
-    calls: int
-    host_calls: int = 0
-    data_dependent_calls: int = 0
-    compilations: int = 0
-    float64_calls: int = 0
-    int64_calls: int = 0
-    lost_calls: int = 0
-    reason: str = ""
-    evidence: str = ""
-    where: str = ""
-    signatures: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ContractReport:
-    """What a process asked of the device since counting began or was cleared; an estimate for the real one.
-
-    Attributes:
-        operators: everything executed, most calls first.
-        in_memory_hits: operators that would have found their program compiled.
-        compilations: distinct programs: operator, dtypes, sizes, static arguments.
-        source: what the estimate rests on.
-    """
-
-    operators: tuple[OperatorReport, ...]
-    in_memory_hits: int
-    compilations: int
-    source: str = field(default=SOURCE)
-
-    @property
-    def calls(self) -> int:
-        return sum(op.calls for op in self.operators)
-
-    @property
-    def host(self) -> tuple[OperatorReport, ...]:
-        """Operators the device would send to the host, most calls first."""
-        return tuple(sorted((op for op in self.operators if op.host_calls), key=lambda op: -op.host_calls))
-
-    @property
-    def data_dependent(self) -> tuple[OperatorReport, ...]:
-        """Operators whose result's size is known only once they ran."""
-        return tuple(op for op in self.operators if op.data_dependent_calls)
-
-    @property
-    def untested(self) -> tuple[OperatorReport, ...]:
-        """Operators counted as the device's of which nothing public says that it runs them."""
-        return tuple(op for op in self.operators if op.verdict == UNTESTED)
-
-    @property
-    def lost(self) -> tuple[OperatorReport, ...]:
-        """Operators given values that 32 bits do not hold; found only when values are checked."""
-        return tuple(op for op in self.operators if op.lost_calls)
-
-    @property
-    def float64_calls(self) -> int:
-        return sum(op.float64_calls for op in self.operators)
-
-    @property
-    def int64_calls(self) -> int:
-        return sum(op.int64_calls for op in self.operators)
-
-    def __str__(self) -> str:
-        lines = [
-            f"operators executed: {self.calls:,} calls of {len(self.operators)} kinds",
-            f"programs the device would have compiled in eager mode: {self.compilations:,} (reused {self.in_memory_hits:,} times)",
-            f"64-bit operands, computed in 32 bits: float64 in {self.float64_calls:,} calls, int64 in {self.int64_calls:,}",
-        ]
-        for title, group, count in (
-            ("would run on the host", self.host, "host_calls"),
-            ("size of the result depends on data", self.data_dependent, "data_dependent_calls"),
-            ("counted as the device's, untested there", self.untested, "calls"),
-            ("values that 32 bits do not hold", self.lost, "lost_calls"),
-        ):
-            lines.append(f"{title}: {len(group) or 'none'}")
-            for op in group:
-                where = f"; first at {op.where}" if op.where else ""
-                lines.append(f"  {getattr(op, count):>8,} x {op.name}: {op.reason} [{op.evidence}]{where}")
-        lines.append(f"({self.source})")
-        return "\n".join(lines)
 
 
 # ---- what the vendor's users know
@@ -266,13 +87,7 @@ def get_compilation_cache_counters() -> dict[str, int]:
 
 def report() -> ContractReport:
     """Everything counted so far in this process."""
-    snapshot = _extension().contract_snapshot()
-    merged: dict[str, OperatorReport] = {}
-    for row in snapshot["ops"]:
-        op = _operator_report(row)
-        merged[op.name] = _sum(merged[op.name], op) if op.name in merged else op
-    operators = tuple(sorted(merged.values(), key=lambda op: (-op.calls, op.name)))
-    return ContractReport(operators, in_memory_hits=snapshot["hits"], compilations=snapshot["misses"])
+    return report_of(_extension().contract_snapshot(), _first_lines)
 
 
 def reset() -> None:
@@ -290,53 +105,96 @@ class _Settings:
     max_compilations: int | None = None
 
 
-_settings = _Settings(tracking=False)
+class Block:
+    """What `track` and `strict` return: the call has taken effect, and lasts until the next one; as a `with` statement's, until the block ends.
+
+    It can be used again, and inside itself.
+    """
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        self._said = said
+        _extension()  # or say why there is none
+        with _lock:
+            if _calls[-1].block() is None:  # it can no longer become a block, so those before it are over
+                del _calls[:-1]
+            _calls.append(_Call(_Settings(**said), weakref.ref(self)))
+            _apply()
+
+    def __enter__(self) -> None:
+        with _lock:
+            _calls[:] = [call for call in _calls if call.block() is not self]
+            _blocks.append(self)
+            _apply()
+
+    def __exit__(self, *exception: object) -> None:
+        with _lock:
+            last = max(place for place, block in enumerate(_blocks) if block is self)
+            del _blocks[last]
+            _apply()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of `track` or `strict` that is not, or not yet, a block."""
+
+    settings: _Settings
+    block: Callable[[], Block | None]
+    """What the call returned, if anybody still holds it."""
+
+
+_lock = threading.RLock()
+_calls = [_Call(_Settings(tracking=False), lambda: None)]
+_blocks: list[Block] = []  # in the order they were entered
+_settings = _calls[0].settings  # what holds now
 _first_lines: dict[str, str] = {}
 _loaded: Any = None  # the extension, from `install` on
 
 
-class _Changed:
-    """Settings changed by a plain call stay; used in a `with` statement, the former ones come back at its end."""
+def _apply() -> None:
+    """Give the extension what holds now; the caller has the lock."""
+    global _settings
+    settings = _calls[-1].settings
+    for block in _blocks:
+        settings = replace(settings, **block._said)
+    limit = -1 if settings.max_compilations is None else settings.max_compilations
+    _extension().contract_configure(
+        settings.tracking, settings.strict_host, settings.check_values, settings.strict_values, limit
+    )
+    _settings = settings
 
-    def __init__(self, settings: _Settings) -> None:
-        self._before = _settings
-        _apply(settings)
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exception: object) -> None:
-        _apply(self._before)
-
-
-def track(on: bool = True, *, values: bool = False) -> _Changed:
-    """Count operators, or stop counting; a call, or a `with` statement that restores what was before.
+def track(on: bool = True, *, values: bool = False) -> Block:
+    """Count operators, or stop counting: from this call on, or inside a `with` statement.
 
     Args:
-        on: whether to count.
+        on: whether to count. Where nothing is counted, nothing is refused either.
         values: also look at 64-bit values for those that 32 bits do not hold, and at integer products for those that float32 does not
             hold exactly. Costs a pass over every 64-bit operand.
     """
-    return _Changed(_Settings(tracking=on, check_values=on and values))
+    return Block({"tracking": on, "check_values": True} if on and values else {"tracking": on})
 
 
-def strict(*, fallback: bool = True, values: bool = True, max_compilations: int | None = None) -> _Changed:
-    """Raise `ContractError` where the real device would not do what was written; a call, or a `with` statement.
+def strict(*, fallback: bool = True, values: bool = True, max_compilations: int | None = None) -> Block:
+    """Raise `ContractError` where the real device would not do what was written: from this call on, or inside a `with` statement.
 
     Args:
         fallback: raise before an operator that the device would hand to the host.
         values: raise before an operator given int64 or float64 values that 32 bits do not hold, or an integer matrix product that
             float32 may not hold exactly. Costs a pass over every 64-bit operand.
-        max_compilations: raise when the process would have compiled more programs than this, counted since `reset()`.
+        max_compilations: raise when the process would have compiled more programs than this, counted since `reset()`; None: no limit of
+            its own.
 
     Raises:
         ValueError: a negative number of compilations.
     """
     if max_compilations is not None and max_compilations < 0:
         raise ValueError(f"max_compilations is {max_compilations}; it must be 0 or more, or None for no limit.")
-    return _Changed(
-        _Settings(strict_host=fallback, check_values=values, strict_values=values, max_compilations=max_compilations)
-    )
+    said: dict[str, Any] = {"tracking": True, "strict_host": fallback, "strict_values": values}
+    if values:
+        said["check_values"] = True
+    if max_compilations is not None:
+        said["max_compilations"] = max_compilations
+    return Block(said)
 
 
 def is_tracking() -> bool:
@@ -356,22 +214,41 @@ def install(environ: Mapping[str, str] | None = None) -> None:
     global _loaded
     environ = os.environ if environ is None else environ
     extension = importlib.import_module("trellium.neuron._C")
-    extension.contract_set_table([(name, rule.verdict) for rule in RULES for name in rule.operators], _SHOWN_AS)
+    extension.contract_set_table([(name, rule.verdict) for rule in RULES for name in rule.operators], SHOWN_AS)
     extension.contract_set_listener(_told)
     _loaded = extension
     strictly = _flag(environ, "TRELLIUM_NEURON_STRICT", default=False)
     limit = environ.get("TRELLIUM_NEURON_MAX_COMPILATIONS", "").strip()
     if limit and not limit.isdecimal():
         raise ValueError(f"TRELLIUM_NEURON_MAX_COMPILATIONS is {limit!r}; it must be a whole number.")
-    _apply(
-        _Settings(
-            tracking=_flag(environ, "TRELLIUM_NEURON_TRACK", default=True) or strictly or bool(limit),
-            strict_host=strictly,
-            check_values=strictly,
-            strict_values=strictly,
-            max_compilations=int(limit) if limit else None,
-        )
+    settings = _Settings(
+        tracking=_flag(environ, "TRELLIUM_NEURON_TRACK", default=True) or strictly or bool(limit),
+        strict_host=strictly,
+        check_values=strictly,
+        strict_values=strictly,
+        max_compilations=int(limit) if limit else None,
     )
+    with _lock:
+        _calls[:] = [_Call(settings, lambda: None)]
+        _apply()
+    _leave_printing_out()
+
+
+def _leave_printing_out() -> None:
+    """Count nothing of what a tensor's printed form computes: looking at a run must not change its report."""
+    printed = torch._tensor_str._str
+
+    @functools.wraps(printed)
+    def uncounted(self: torch.Tensor, **contents: Any) -> str:
+        if self.device.type != "neuron":
+            return printed(self, **contents)
+        before = _extension().contract_aside(True)
+        try:
+            return printed(self, **contents)
+        finally:
+            _extension().contract_aside(before)
+
+    torch._tensor_str._str = uncounted
 
 
 def _flag(environ: Mapping[str, str], name: str, *, default: bool) -> bool:
@@ -393,15 +270,6 @@ def _extension() -> Any:
     return _loaded
 
 
-def _apply(settings: _Settings) -> None:
-    global _settings
-    limit = -1 if settings.max_compilations is None else settings.max_compilations
-    _extension().contract_configure(
-        settings.tracking, settings.strict_host, settings.check_values, settings.strict_values, limit
-    )
-    _settings = settings
-
-
 def _rows() -> list[dict]:
     return _extension().contract_snapshot()["ops"]
 
@@ -413,7 +281,7 @@ def _told(kind: str, operator: str, signature: str, detail: str) -> None:
     if kind == "host":
         _first_lines.setdefault(operator, where)
         if _settings.strict_host:
-            reason, evidence = (COMPLEX_REASON, "docs") if detail == "complex" else _reason(operator)
+            reason, evidence = (COMPLEX_REASON, "docs") if detail == "complex" else reason_for(operator)
             raise ContractError(
                 f"{called} would run on the host, not on the Neuron device: {reason} [{evidence}; {SOURCE}]. "
                 "Replace the operator, move it out of the step, or allow it with trellium.neuron.strict(fallback=False)."
@@ -450,63 +318,3 @@ def user_line() -> str:
             return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
-
-
-def _reason(operator: str) -> tuple[str, str]:
-    """Why the table says of `operator` what it says, and on what evidence."""
-    base = operator.split(".")[0]
-    for name in (operator, base, base[:-1] if base.endswith("_") and not base.endswith("__") else base):
-        for rule in RULES:
-            if name in rule.operators:
-                return rule.reason, rule.evidence
-    prefixes = [
-        (name, rule) for rule in RULES for name in rule.operators if name.endswith("*") and base.startswith(name[:-1])
-    ]
-    if prefixes:
-        rule = max(prefixes, key=lambda pair: len(pair[0]))[1]
-        return rule.reason, rule.evidence
-    return ("", "") if base.startswith("aten::") else (CUSTOM_REASON, "inferred")
-
-
-def _operator_report(row: dict) -> OperatorReport:
-    reason, evidence = _reason(row["name"])
-    if row["verdict"] == DEVICE:
-        reason, evidence = "", ""
-        if row["host_calls"]:
-            reason, evidence = COMPLEX_REASON, "docs"
-        elif row["data_dependent_calls"]:
-            reason, evidence = MASK_REASON, "report"
-        elif row["lost_calls"]:
-            reason, evidence = "computed in 32 bits on the device", "report"
-    return OperatorReport(
-        name=row["name"],
-        verdict=row["verdict"],
-        calls=row["calls"],
-        host_calls=row["host_calls"],
-        data_dependent_calls=row["data_dependent_calls"],
-        compilations=row["compilations"],
-        float64_calls=row["float64_calls"],
-        int64_calls=row["int64_calls"],
-        lost_calls=row["lost_calls"],
-        reason=reason,
-        evidence=evidence,
-        where=_first_lines.get(row["name"], ""),
-        signatures=tuple(row["signatures"]),
-    )
-
-
-def _sum(one: OperatorReport, other: OperatorReport) -> OperatorReport:
-    counts = (
-        "calls",
-        "host_calls",
-        "data_dependent_calls",
-        "compilations",
-        "float64_calls",
-        "int64_calls",
-        "lost_calls",
-    )
-    values = {name: getattr(one, name) + getattr(other, name) for name in counts}
-    text = {name: getattr(one, name) or getattr(other, name) for name in ("reason", "evidence", "where")}
-    return OperatorReport(
-        name=one.name, verdict=one.verdict, signatures=one.signatures + other.signatures, **values, **text
-    )
