@@ -107,6 +107,19 @@ def test_a_row_that_cannot_be_trained_on_is_named_before_training(case, skip, st
         list(prepare_dataset(rows.to_iterable_dataset() if streamed else rows, tiny_tokenizer(), options))
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["dataset", "stream"])
+def test_a_row_of_no_tokens_taken_as_it_is_is_named(streamed):
+    rows = Dataset.from_list([{"input_ids": [4, 5]}, {"input_ids": []}])
+    with pytest.raises(DatasetError, match=r"row 1 \(from 0\): has no tokens"):
+        list(
+            prepare_dataset(
+                rows.to_iterable_dataset() if streamed else rows,
+                tiny_tokenizer(),
+                PrepareOptions(max_length=None, skip_prepare=True),
+            )
+        )
+
+
 def test_rows_taken_as_they_are_must_have_something_to_train():
     rows = Dataset.from_list([{"input_ids": [4, 5], "labels": [4, -100]}, {"input_ids": [7], "labels": [7]}])
     with pytest.raises(DatasetError, match="no row has a token to train"):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def _parameters(model: nn.Module) -> str:
 
 
 def _rows(dataset: Any) -> str:
-    return f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "rows as they come"
+    return "rows as they come" if isinstance(dataset, IterableDataset) else f"{len(dataset):,} rows"
 
 
 def _steps(args: TrainingArguments, state: TrainerState) -> str:

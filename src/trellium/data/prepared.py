@@ -43,6 +43,10 @@ class CheckRows:
         """Raise a `DatasetError` with the row's place for whatever is wrong with it."""
         where = place_of(row, index, self.name)
         read = read_tokens(row, where, self.columns)
+        if not read["input_ids"]:
+            raise DatasetError(
+                f"{where}: has no tokens. Drop the row with dataset.filter(lambda row: row['input_ids'])."
+            )
         self.limits.check(read["input_ids"], where)
         if "labels" in read:
             check_labels(read["input_ids"], read["labels"], where)
@@ -108,6 +112,7 @@ def _are_right(columns: list[pa.Array], limits: TokenLimits) -> bool:
     ids, labels = values[0], values[-1]
     return bool(
         np.array_equal(lengths[0], lengths[-1])
+        and (lengths[0] > 0).all()
         and (limits.positions is None or (lengths[0] <= limits.positions).all())
         and ((ids >= 0) & (ids < limits.tokens)).all()
         and (len(columns) == 1 or ((labels == IGNORE_INDEX) | (labels == ids)).all())
