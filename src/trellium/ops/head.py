@@ -88,7 +88,7 @@ def token_scores(
     if isinstance(outputs, str) or not outputs or not set(outputs) <= set(OUTPUTS):
         raise ValueError(f"outputs must name some of {OUTPUTS}, got {outputs!r}")
     logprob, *others, _, _ = head_scores.token_scores(
-        hidden.to(_product_dtype(hidden, weight)),
+        hidden.to(product_dtype(hidden, weight)),
         weight,
         bias,
         target,
@@ -153,7 +153,7 @@ def weighted_nll(
         loss = head_nll.loss_of(scores.logprob, edge_weight.to(scores.logprob.dtype), dft=mode == "dft")
         return loss, TokenScores(**{name: getattr(scores, name) for name in outputs})
     loss, logprob, entropy, top1, *_ = head_nll.weighted_nll(
-        hidden.to(_product_dtype(hidden, weight)),
+        hidden.to(product_dtype(hidden, weight)),
         weight,
         bias,
         target,
@@ -172,7 +172,7 @@ def weighted_nll(
     return loss, TokenScores(**{name: found[name] for name in outputs})
 
 
-def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """What operands are rounded to: the wider of the two, or autocast's."""
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     device_type = hidden.device.type

@@ -21,18 +21,45 @@ from trellium.ops.head_sharding import reduce_sum
 from trellium.ops.head_tiles import Head, Workspace, add_product, row_plan, widest
 
 
-class _Gradients:
+class Gradients:
     """Sums of the gradients over blocks of edges."""
 
     def __init__(self, head: Head, *, hidden: bool, weight: bool, bias: bool) -> None:
+        self._head = head
         self.hidden = torch.zeros_like(head.hidden) if hidden else None
         self.weight = torch.zeros_like(head.weight, dtype=head.statistics) if weight else None
         self.bias = None
         if bias and head.bias is not None:
             self.bias = torch.zeros_like(head.bias, dtype=head.statistics)
 
+    def results(self, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """As an operator returns them: in the leaves' dtypes, empty where not wanted."""
+        hidden, weight, bias = self._head.hidden, self._head.weight, self._head.bias
+        return (
+            hidden.new_empty(0) if self.hidden is None else self.hidden,
+            weight.new_empty(0, dtype=weight_dtype) if self.weight is None else self.weight.to(weight_dtype),
+            weight.new_empty(0) if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
 
-class _RowBlock:
+
+def fake_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wants_hidden: bool,
+    wants_weight: bool,
+    wants_bias: bool,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `Gradients.results` has, without its values."""
+    return (
+        torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
+        torch.empty_like(weight, dtype=weight_dtype) if wants_weight else weight.new_empty(0, dtype=weight_dtype),
+        torch.empty_like(bias) if wants_bias and bias is not None else weight.new_empty(0),
+    )
+
+
+class RowBlock:
     """The logits of a few edges over the whole vocabulary, each tile of them contiguous."""
 
     def __init__(
@@ -79,7 +106,7 @@ class _RowBlock:
         place = count * start + torch.arange(count, device=token.device) * (stop - start) + token - start
         self.flat.scatter_add_(0, place, torch.where(here, amount, 0.0))
 
-    def multiply(self, scale: Tensor, total: Tensor, gradients: _Gradients) -> Tensor | None:
+    def multiply(self, scale: Tensor, total: Tensor, gradients: Gradients) -> Tensor | None:
         """Add the products to the gradients; the block's gradient of hidden. `scale`: `[rows]`, that of the normalized probabilities."""
         exact = self.head.products == self.head.statistics
         # Probabilities that will be rounded are normalized before, so that they stay within the range of any dtype.
@@ -101,7 +128,7 @@ class _RowBlock:
 
 
 def _run_block(
-    block: _RowBlock, statistics: Statistics, edge_weight: Tensor, dft: bool, gradients: _Gradients, group: str
+    block: RowBlock, statistics: Statistics, edge_weight: Tensor, dft: bool, gradients: Gradients, group: str
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of the block and its gradient of hidden; adds the block's part of the other gradients."""
     block.project(statistics)
@@ -138,7 +165,7 @@ def weighted_nll(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, log-probability, entropy, top-1, and the gradients of hidden, weight and bias for an incoming gradient of 1; empty where not wanted."""
     head = Head(hidden, weight, bias, temperature, logit_scale, softcap)
-    gradients = _Gradients(head, hidden=wants_hidden, weight=wants_weight, bias=wants_bias)
+    gradients = Gradients(head, hidden=wants_hidden, weight=wants_weight, bias=wants_bias)
     (edges, width), vocabulary, itemsize = hidden.shape, weight.shape[0], head.statistics.itemsize
     held = hidden.nbytes if wants_hidden else 0
     edge_pieces, token_pieces = row_plan(edges, vocabulary, width, itemsize=itemsize, other_bytes=held)
@@ -152,7 +179,7 @@ def weighted_nll(
         rows = slice(start, stop)
         local = target[rows] - first_token
         statistics = Statistics(flat, local, lowest=head.lowest, moment=wants_entropy, first=wants_top1)
-        block = _RowBlock(head, hidden[rows].to(head.products), flat, token_pieces, work)
+        block = RowBlock(head, hidden[rows].to(head.products), flat, token_pieces, work)
         logprob[rows], grad_rows = _run_block(block, statistics, edge_weight[rows], dft, gradients, group)
         if gradients.hidden is not None:
             gradients.hidden[rows] = reduce_sum(grad_rows, group) if grad_rows is not None else 0
@@ -165,9 +192,7 @@ def weighted_nll(
         logprob,
         entropy,
         top1,
-        hidden.new_empty(0) if gradients.hidden is None else gradients.hidden,
-        weight.new_empty(0, dtype=weight_dtype) if gradients.weight is None else gradients.weight.to(weight_dtype),
-        weight.new_empty(0) if gradients.bias is None or bias is None else gradients.bias.to(bias.dtype),
+        *gradients.results(weight_dtype),
     )
 
 
@@ -189,9 +214,7 @@ def _(  # type: ignore[no-untyped-def]
         logprob,
         logprob.new_empty(edges if wants_entropy else 0),
         target.new_empty(edges if wants_top1 else 0, dtype=torch.bool),
-        torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
-        torch.empty_like(weight, dtype=weight_dtype) if wants_weight else weight.new_empty(0, dtype=weight_dtype),
-        torch.empty_like(bias) if wants_bias and bias is not None else weight.new_empty(0),
+        *fake_gradients(hidden, weight, bias, wants_hidden, wants_weight, wants_bias, weight_dtype),
     )
 
 
@@ -206,22 +229,24 @@ def _(gradient, factor):  # type: ignore[no-untyped-def]
     return None
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[4:])
+def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """For an operator that returns a loss, other things, and last the gradients of its first three inputs."""
+    ctx.save_for_backward(*output[-3:])
+    ctx.inputs = len(inputs)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Any, ...]:
-    nothing = (None,) * 17
+def give_gradients(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Any, ...]:
+    """The saved gradients times the incoming one, in place."""
+    found: list[Tensor | None] = [None] * ctx.inputs
     if grad_loss is None:
-        return nothing
-    found = []
-    for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True):
-        if wanted:
+        return tuple(found)
+    for place, gradient in enumerate(ctx.saved_tensors):
+        if ctx.needs_input_grad[place]:
             _scale_gradient(gradient, grad_loss)
-        found.append(gradient if wanted else None)
-    return (*found, *nothing[3:])
+            found[place] = gradient
+    return tuple(found)
 
 
-weighted_nll.register_autograd(_differentiate, setup_context=_save_for_backward)
+weighted_nll.register_autograd(give_gradients, setup_context=save_gradients)

@@ -52,7 +52,7 @@ class Workspace:
         self._like, self._size, self._dtype = like, size, dtype
         self._buffers: dict[str, Tensor] = {}
 
-    def __call__(self, name: str, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, name: str, rows: int, columns: int, *, dtype: torch.dtype | None = None) -> Tensor:
         """A contiguous `[rows, columns]` view of the named buffer."""
         flat = self._buffers.get(name)
         if flat is None:
@@ -154,10 +154,10 @@ def tile_plan(
 
 
 def row_plan(
-    edges: int, vocabulary: int, width: int, *, itemsize: int, other_bytes: int
+    edges: int, vocabulary: int, width: int, *, itemsize: int, other_bytes: int, heads: int = 1
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Pieces of the edges of which whole rows of logits fit into what `other_bytes` leave of `WORK_BYTES`, and of the vocabulary."""
+    """Pieces of the edges, and of the vocabulary: so few edges that whole rows of `heads` heads' logits fit into what `other_bytes` leave of `WORK_BYTES`."""
     columns = min(vocabulary, max(_ALIGNMENT, min(VOCABULARY_TILE, TILE_BYTES // (itemsize * width))))
     room = WORK_BYTES - other_bytes - 3 * itemsize * columns * width
-    rows = max(FEWEST_ROWS, room // (itemsize * (vocabulary + 2 * columns + 4 * width)))
+    rows = max(FEWEST_ROWS, room // (itemsize * (heads * (vocabulary + width) + 2 * columns + 3 * width)))
     return even_split(edges, rows), even_split(vocabulary, columns, _ALIGNMENT)
