@@ -72,7 +72,7 @@ def test_an_entry_that_is_corrupted_is_compiled_again_and_said(folder, caplog):
     assert run()["cache_hits"] == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"not an entry", graph_cache._MARK, b"x" * 5000])
+@pytest.mark.parametrize("content", [b"", b"not an entry", graph_cache.MARK, b"x" * 5000])
 def test_whatever_stands_in_an_entry_s_place_is_replaced(folder, content, caplog):
     run()
     (entry,) = graph_cache.entries()

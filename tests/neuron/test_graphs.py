@@ -364,9 +364,16 @@ def test_past_the_recompile_limit_it_is_an_error_and_not_eager(caplog):
     with (
         torch._dynamo.config.patch(recompile_limit=2),
         caplog.at_level(logging.WARNING, "torch._dynamo"),
-        pytest.raises(FailOnRecompileLimitHit),
+        pytest.raises(FailOnRecompileLimitHit) as caught,
     ):
         call(torch.randn(37, 4, device="neuron"))
+    told = str(caught.value)
+    assert f"<lambda> ({__file__}:" in told
+    assert "recompile_limit = 2" in told
+    assert "x [37, 4]" in told
+    assert "expected 1, actual 37" in told or "expected 2, actual 37" in told
+    assert "pad_to_multiple_of" in told
+    assert "TRELLIUM_NEURON_RECOMPILE_LIMIT=N" in told
     assert "recompile_limit (2)" in caplog.text
     assert "37" in caplog.text
 
@@ -413,3 +420,42 @@ def test_zero_leaves_dynamo_s_settings_alone_and_a_word_is_refused(monkeypatch):
     monkeypatch.setenv("TRELLIUM_NEURON_RECOMPILE_LIMIT", "many")
     with pytest.raises(ValueError, match="whole number"):
         compile_settings.settle()
+
+
+@pytest.mark.parametrize("settings", [{}, {"backend": "inductor"}], ids=["nothing", "inductor"])
+def test_without_a_backend_a_graph_on_the_device_goes_to_the_devices(settings):
+    x = torch.randn(3, 7, device="neuron")
+    torch.testing.assert_close(torch.compile(lambda x: (x * 3).tanh(), **settings)(x).cpu(), (x.cpu() * 3).tanh())
+    made = torch.compile(lambda: torch.ones(3, 7, device="neuron") * 5, **settings)()
+    assert (made.device.type, made.sum().item()) == ("neuron", 105)
+    assert torch.neuron.get_dynamo_metrics()["graphs"] == 2
+
+
+def test_without_a_backend_dynamic_shapes_are_refused_and_inductors_options_are_named():
+    x = torch.randn(3, 7, device="neuron")
+    with pytest.raises(BackendCompilerFailed, match="static shapes only"):
+        torch.compile(lambda x: x * 2, dynamic=True)(x)
+    with pytest.warns(UserWarning, match="max_autotune.* mean nothing"):
+        torch.compile(lambda x: x * 2, options={"max_autotune": True}, dynamic=False)(x)
+
+
+def test_without_a_backend_a_graph_on_the_host_is_inductors():
+    assert torch.compile(lambda x: x * 2, mode="default")(torch.ones(3)).tolist() == [2, 2, 2]
+    assert torch.neuron.get_dynamo_metrics()["graphs"] == 0
+
+
+def test_the_vendors_variable_dumps_what_dynamo_saw_and_what_was_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_NEURONX_DEBUG_DIR", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    x = torch.randn(3, 5, device="neuron", requires_grad=True)
+    call = compiled(lambda x: x.tanh() * 11, options={"model_name": "my model"})
+    call(x).sum().backward()
+    folder = tmp_path / "fx_graphs" / "proc_3"
+    texts = {path.stem.rpartition("_")[2]: path.read_text() for path in folder.iterdir()}
+    assert set(texts) == {"dynamo", "forward", "backward"}
+    assert "tanh" in texts["dynamo"]
+    assert "[3, 5]" in texts["forward"]
+    assert any(path.name.startswith("my_model_") for path in folder.iterdir())
+    monkeypatch.delenv("TORCH_NEURONX_DEBUG_DIR")
+    call(torch.randn(4, 5, device="neuron", requires_grad=True))
+    assert len(list(folder.iterdir())) == 3

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ def settle() -> None:
         config.recompile_limit = RECOMPILE_LIMIT
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * config.recompile_limit)
     config.fail_on_recompile_limit_hit = not config.suppress_errors  # Dynamo refuses both together
+    _name_what_ran_out()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         logger.warning(
             "neuron compiles static shapes: torch._dynamo.config.automatic_dynamic_shapes=False, recompile_limit=%d, past which "
@@ -53,3 +56,38 @@ def settle() -> None:
             config.recompile_limit,
             os.environ.get("HF_DEACTIVATE_ASYNC_LOAD", "unset"),
         )
+
+
+def _name_what_ran_out() -> None:
+    """Make Dynamo's error say which frame ran out of recompilations, at what limit, called with what, and the way out.
+
+    Dynamo raises it with a text of its own, from the function that has all of that in its local variables.
+    """
+    from torch._dynamo import convert_frame, exc
+
+    class RecompileLimitError(exc.FailOnRecompileLimitHit):
+        def __init__(self, *torchs: object) -> None:
+            there = sys._getframe(1).f_locals
+            super().__init__(
+                _told(there) if {"code", "limit_type", "frame"} <= there.keys() else " ".join(map(str, torchs))
+            )
+
+    convert_frame.FailOnRecompileLimitHit = RecompileLimitError  # type: ignore[misc]
+
+
+def _told(there: dict[str, Any]) -> str:
+    from torch import Tensor
+    from torch._dynamo import config
+
+    code, limit_type = there["code"], there["limit_type"]
+    arguments = getattr(there["frame"], "f_locals", {})
+    shapes = [f"{name} {list(value.shape)}" for name, value in arguments.items() if isinstance(value, Tensor)]
+    reason = there.get("recompile_reason")
+    return (
+        f"{code.co_name} ({code.co_filename}:{code.co_firstlineno}) has been compiled as often as torch._dynamo.config.{limit_type} = "
+        f"{getattr(config, limit_type)} allows, and this call needs another graph"
+        + (f": called with {', '.join(shapes)}" if shapes else "")
+        + (f"; the last graph did not fit because {reason}" if reason else "")
+        + ". Each set of shapes is a graph of its own. Pad to fewer shapes (pad_to_multiple_of), or allow more graphs: "
+        "TRELLIUM_NEURON_RECOMPILE_LIMIT=N, or that setting before the first graph."
+    )

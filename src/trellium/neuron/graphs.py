@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from trellium.neuron import _C, compile_metrics, compile_settings, graph_cache
+from trellium.neuron import _C, compile_metrics, compile_settings, graph_cache, graph_dump
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def neuron_backend(
         graph: Dynamo's, on fake or real `neuron` tensors.
         example_inputs: its inputs.
         mode: of `torch.compile`; only the default exists, another is ignored with a warning.
-        options: `model_name` is taken and means nothing here; `fallback_execution`: run a graph that fails to compile
+        options: `model_name` names what is dumped (`graph_dump`); `fallback_execution`: run a graph that fails to compile
             operator by operator, with a warning, instead of raising (default: TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION=0).
 
     Raises:
@@ -87,6 +87,7 @@ def neuron_backend(
     refuse_symbols(graph, example_inputs, dynamic=bool(options.get("dynamic")))
     compile_settings.settle()
     refuse_host_inputs(example_inputs)
+    graph_dump.dump(graph, "dynamo", options.get("model_name"))
     # AOTAutograd may change the graph it is given.
     eager = fx.GraphModule(graph, copy.deepcopy(graph.graph)) if falls_back(options) else None
     started = time.perf_counter()
@@ -196,6 +197,7 @@ def sources_of_custom_operators(graph: fx.GraphModule) -> str:
 def compile_for_host(graph: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> OutputCode:
     """Inductor's inner compiler, for a graph on `neuron`: rewrite it for the host, compile, put a gate around it."""
     graph_cache.note_compiling()
+    graph_dump.dump(graph, "backward" if settings.get("is_backward") else "forward")
     results = next(iter(reversed(graph.graph.nodes))).args[0]
     cores = tuple(core_of(node.meta.get("val") if isinstance(node, fx.Node) else None) for node in results)
     random_core = core_of_random_numbers(graph)
