@@ -2,7 +2,7 @@
 
 A LoRA adapter of SmolLM2-135M-Instruct learns to write docstrings, from those of this Python. The merged model is a plain Hugging Face checkpoint; a
 second process, with nothing of ours imported and no device of ours loaded, reads it with transformers and computes the held-out loss from full
-logits. Both numbers must agree. Under two minutes on two cores; every time and rate is the host's.
+logits. Both numbers must agree. Under two minutes on two free cores; every time and rate is the host's.
 """
 
 from __future__ import annotations
