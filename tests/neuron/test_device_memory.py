@@ -163,6 +163,7 @@ def test_threads_do_not_lose_bytes():
     assert torch.neuron.memory_allocated(CORE) == before
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 @pytest.mark.parametrize(
     "grow",
     [

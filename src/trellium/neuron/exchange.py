@@ -29,8 +29,7 @@ _REFUSAL = (
 def install() -> None:
     """Teach torch and multiprocessing all three, once a process."""
     copyreg.pickle(Generator, _reduce_generator)
-    torch.multiprocessing.reductions.init_reductions()  # torch's come first, or they would replace this one
-    ForkingPickler.register(UntypedStorage, _reduce_storage)
+    ForkingPickler.register(UntypedStorage, _reduce_storage)  # of which every tensor's own reduction makes use
     _name_the_dlpack_device()
 
 
