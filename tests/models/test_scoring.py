@@ -17,7 +17,7 @@ from trellium.errors import ModelError
 from trellium.forest.collate import ForestCollator
 from trellium.models.scoring import ScoreOutput, install_scores
 from trellium.models.tiny import tiny_model
-from trellium.ops import head_tiles
+from trellium.ops import head_tiles, losses
 
 VOCABULARY = 64
 PARITY_KINDS = (
@@ -331,3 +331,35 @@ def test_on_the_accelerator_scores_and_gradients_are_the_cpu_s():
     loss_of(scores, batch).backward()
     loss_of(moved_scores, on_device).backward()
     assert_same_gradients(moved.cpu(), model, 1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mode", ["nll", "dft"])
+def test_the_fused_loss_and_its_gradients_are_those_of_a_loss_of_the_scores(mode, tied, small_tiles):
+    plain = install_scores(tiny_model("llama", tie_word_embeddings=tied))
+    fused = copy.deepcopy(plain)
+    batch = batch_of(rows())
+    expected = getattr(losses, mode)(plain(**batch).logprob, batch["edge_weight"], 3)
+    output = fused(**batch, fused_loss=mode, score_outputs=("entropy", "top1"))
+    assert list(output) == ["entropy", "top1", "loss_sum"]
+    assert not output.entropy.requires_grad
+    torch.testing.assert_close(output.loss_sum / 3, expected)
+    expected.backward()
+    (output.loss_sum / 3).backward()
+    assert_same_gradients(fused, plain, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("gemma2", {"final_logit_softcapping": 2.0}), ("granite", {"logits_scaling": 4.0})]
+)
+def test_the_fused_loss_honours_what_a_head_does(kind, settings):
+    plain = tiny_model(kind, **settings)
+    model = install_scores(copy.deepcopy(plain))
+    data = rows()
+    batch = batch_of(data, multiple=8)
+    output = model(**batch, fused_loss="nll", score_outputs=())
+    loss, expected = output.loss_sum, padded_loss(plain, data)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    expected.backward()
+    assert_same_gradients(model, plain, 2e-5)

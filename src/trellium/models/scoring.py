@@ -28,7 +28,7 @@ from transformers.utils import ModelOutput
 from trellium.errors import ModelError
 from trellium.models.attention import forest_arguments, forest_reading
 from trellium.ops.attention import rows_are_chains
-from trellium.ops.head import token_scores
+from trellium.ops.head import token_scores, weighted_nll
 
 
 @dataclass
@@ -38,14 +38,20 @@ class ScoreOutput(ModelOutput):
     Attributes:
         logprob: `[E]`, each edge's log-probability; differentiable.
         entropy: `[E]`, the entropy of the distribution it was scored under, in nats; differentiable.
+        log_sum_p2: `[E]`, the logarithm of Σ p² over the vocabulary.
+        mean_logit: `[E]`, the mean over the vocabulary of its logits.
         top1: `[E]` bool, whether the target was the most likely token.
+        loss_sum: `[]`, Σ edge_weight · -logprob where `fused_loss` was asked for; then it alone is differentiable. Its backward can run once.
         aux_loss: `[]`, the load-balancing loss of a mixture of experts, without its coefficient; None unless the model's configuration has
             `output_router_logits`.
     """
 
     logprob: Tensor | None = None
     entropy: Tensor | None = None
+    log_sum_p2: Tensor | None = None
+    mean_logit: Tensor | None = None
     top1: Tensor | None = None
+    loss_sum: Tensor | None = None
     aux_loss: Tensor | None = None
 
 
@@ -70,9 +76,10 @@ def install_scores(model: nn.Module) -> nn.Module:
     Raises:
         ModelError: not a decoder with an output head; a head inside an adapter; a head whose logits are not what its configuration says.
 
-    The scoring call takes the tensors of a `ForestBatch` (`edge_weight` and `real_tokens` may be among them and are not read), `score_outputs` (of
-    `trellium.ops.head.OUTPUTS`) and `temperature`, all by keyword. Rows must be single chains
-    padded on the right, unless `trellium.models.attention.let_read_forests` found that the model reads trees. It returns a `ScoreOutput`.
+    The scoring call takes the tensors of a `ForestBatch`, `score_outputs` (of `trellium.ops.head.OUTPUTS`), `temperature`, and `fused_loss` ("nll" or
+    "dft"), with which it also returns `loss_sum` over `edge_weight`, its gradients already made (`trellium.ops.head.weighted_nll`): a product less than
+    a loss of the scores, which are then without gradients. All by keyword. Rows must be single chains padded on the right, unless
+    `trellium.models.attention.let_read_forests` found that the model reads trees. It returns a `ScoreOutput`.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
@@ -160,6 +167,7 @@ def _score(
     position_ids: Tensor | None = None,
     score_outputs: Sequence[str] = ("logprob",),
     temperature: float = 1.0,
+    fused_loss: str | None = None,
     edge_weight: Tensor | None = None,
     real_tokens: Tensor | None = None,
     **kwargs: Any,
@@ -200,18 +208,24 @@ def _score(
     outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state
     transform = _head_transform(model)
-    scores = token_scores(
-        hidden.reshape(-1, hidden.shape[-1]).index_select(0, edge_position),
-        head.weight,
-        edge_target,
-        bias=getattr(head, "bias", None),
-        temperature=temperature,
-        logit_scale=transform.logit_scale,
-        softcap=transform.softcap,
-        outputs=score_outputs,
-    )
+    options: dict[str, Any] = {
+        "bias": getattr(head, "bias", None),
+        "temperature": temperature,
+        "logit_scale": transform.logit_scale,
+        "softcap": transform.softcap,
+        "outputs": score_outputs,
+    }
+    edges = hidden.reshape(-1, hidden.shape[-1]).index_select(0, edge_position)
+    loss_sum = None
+    if fused_loss is None:
+        scores = token_scores(edges, head.weight, edge_target, **options)
+    elif edge_weight is None:
+        raise TypeError(f"a scoring call with fused_loss={fused_loss!r} needs edge_weight")
+    else:
+        loss_sum, scores = weighted_nll(edges, head.weight, edge_target, edge_weight, **options, mode=fused_loss)
     aux_loss = _load_balancing_loss(model, base, outputs.router_logits, subtree_end) if routers else None
-    return ScoreOutput(logprob=scores.logprob, entropy=scores.entropy, top1=scores.top1, aux_loss=aux_loss)
+    found = {name: getattr(scores, name) for name in score_outputs}
+    return ScoreOutput(**found, loss_sum=loss_sum, aux_loss=aux_loss)
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module:
