@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,19 +182,23 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return dtype
 
 
-def _check(
+def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *transform: Any) -> None:
+    check_head(hidden, weight, bias, *transform)
+    if target.shape != hidden.shape[:1]:
+        raise ValueError(f"target must be [E] = [{hidden.shape[0]}], got {list(target.shape)}")
+
+
+def check_head(
     hidden: Tensor,
     weight: Tensor,
-    target: Tensor,
     bias: Tensor | None,
     temperature: float,
     logit_scale: float,
     softcap: float | None,
 ) -> None:
+    """Raise ValueError where a head's arguments do not fit each other or are not usable."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden must be [E, H] and weight [V, H], got {list(hidden.shape)} and {list(weight.shape)}")
-    if target.shape != hidden.shape[:1]:
-        raise ValueError(f"target must be [E] = [{hidden.shape[0]}], got {list(target.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [V] = [{weight.shape[0]}], got {list(bias.shape)}")
     if not temperature > 0:
