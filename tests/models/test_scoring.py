@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from trellium.errors import ModelError
 from trellium.forest.collate import ForestCollator
@@ -363,3 +363,24 @@ def test_the_fused_loss_honours_what_a_head_does(kind, settings):
     loss.backward()
     expected.backward()
     assert_same_gradients(model, plain, 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_the_text_head_of_a_vision_language_model_scores_its_text(kind):
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 8}
+    settings = {"text_config": text, "vision_config": vision, "image_token_index": 60}
+    if kind == "llava":
+        text["model_type"], vision["model_type"] = "llama", "clip_vision_model"
+    else:
+        settings |= {"mm_tokens_per_image": 4}
+    plain = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **settings)).eval()
+    model = install_scores(copy.deepcopy(plain))
+    data = rows()
+    batch = batch_of(data)
+    for fused in (None, "nll"):
+        output = model(**batch, fused_loss=fused)
+        loss = loss_of(output, batch) if fused is None else output.loss_sum
+        torch.testing.assert_close(loss, padded_loss(plain, data), rtol=1e-5, atol=1e-5)
