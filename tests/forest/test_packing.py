@@ -101,7 +101,11 @@ def test_a_tree_that_no_row_holds_is_cut_where_the_fewest_tokens_are_repeated(da
 
     ways = [tokens(cuts) for size in range(count) for cuts in itertools.combinations(range(1, count), size)]
     least = min(sum(way) for way in ways if max(way) <= capacity)
-    assert packing.tokens.sum() == least
+    of_row = [packing.sequence[low:high] for low, high in itertools.pairwise(packing.row_start.tolist())]
+    met = any(
+        (np.diff(np.sort(sequences)) > 1).any() for sequences in of_row
+    )  # two pieces of the tree in one row share again
+    assert packing.tokens.sum() <= least if met else packing.tokens.sum() == least
 
 
 def test_rows_are_full_where_short_sequences_are_among_the_long_ones():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -166,7 +166,25 @@ def pack_prefixes(prefixes: PrefixOrder, capacity: int) -> Packing:
     of_piece = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(own))))
     row = best_fit_decreasing(sizes, capacity)[of_piece]
     packing = _gathered(row, prefixes.order, np.zeros_like(own), prefixes.lengths, capacity)
-    return replace(packing, tokens=np.bincount(row, own, minlength=packing.rows).astype(np.int64))
+    tokens = np.bincount(row, own, minlength=packing.rows).astype(np.int64)
+    for meeting, common in _meetings(prefixes.shared, starts, row):
+        tokens[meeting] -= common
+    return replace(packing, tokens=tokens)
+
+
+def _meetings(shared: np.ndarray, starts: np.ndarray, row: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Rows in which two pieces of one cut tree met, and how many tokens those share after all."""
+    cut = shared[starts] > 0
+    ends = np.append(starts, len(shared))[1:]
+    ended: dict[int, int] = {}  # where the last piece of the present tree in a row ended
+    for piece in np.flatnonzero(cut | np.append(cut, False)[1:]).tolist():
+        start = int(starts[piece])
+        here = int(row[start])
+        if not cut[piece]:
+            ended = {}
+        elif here in ended:
+            yield here, int(shared[ended[here] : start + 1].min())
+        ended[here] = int(ends[piece])
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -223,10 +241,11 @@ def balance(costs: Ordered[float] | np.ndarray, ranks: int) -> np.ndarray:
     """`[n]` int64, the rank of each row of a step, such that ranks have as many rows, to one, and nearly the same cost.
 
     By blocks of `ranks` rows in descending cost, the dearest of a block to the rank with the least so far. Two ranks then differ by no more than the
-    largest difference within a block, where a row that is missing costs nothing: their difference before is turned against the block's, and so stays within the larger of the two.
+    largest difference within a block, where a row that is missing costs nothing: their difference before is turned against the block's, and so stays
+    within the larger of the two.
 
     Args:
-        costs: `[n]`, what each row costs: its tokens and its attention area, as `StepCost.row_seconds` weighs them.
+        costs: `[n]`, what each row costs: its tokens and its attention area, weighed as by `shapes.StepCost`.
         ranks: how many share them.
     """
     cost = np.asarray(costs, dtype=np.float64)

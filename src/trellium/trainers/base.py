@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
@@ -46,6 +48,7 @@ from trellium.trainers.checkpoints import (
     write_model_card,
 )
 from trellium.trainers.mixture import RouterLoss
+from trellium.trainers.planned_shapes import ShapeWatch, plan_run, warm_up
 from trellium.trainers.resuming import ResumingTrainer, refused_by_transformers
 
 logger = logging.getLogger(__name__)
@@ -76,6 +79,7 @@ class BaseTrainer(ResumingTrainer):
     method: ClassVar[str] = ""
     score_outputs: ClassVar[tuple[str, ...]] = ("logprob",)
     loss_is_scaled_for_ga = True  # transformers: do not divide by the accumulation steps
+    data_collator: Any
     resume_point: str | None = None
     """The checkpoint from which the current run would go on: its own last one, or the one it was resumed from."""
 
@@ -111,8 +115,9 @@ class BaseTrainer(ResumingTrainer):
             _keep_batches_apart(args)
         train_dataset = self._prepare(train_dataset, "train")
         eval_dataset = self._prepare(eval_dataset, "eval")
+        self.plan = plan_run(args, model, train_dataset, eval_dataset) if data_collator is None else None
         if data_collator is None:
-            data_collator = ForestCollator(self._pad_token_id(processing_class), args.row_multiple)
+            data_collator = ForestCollator(self._pad_token_id(processing_class), args.row_multiple, self.plan)
         else:
             check_collator(data_collator, train_dataset)
         self._compiles_blocks = args.compiles_blocks(model)
@@ -141,6 +146,7 @@ class BaseTrainer(ResumingTrainer):
                 mode=args.torch_compile_mode,
                 dynamic=self._dynamic_shapes,
             )
+        self._shape_watch = ShapeWatch(strict=False)
         self.throughput = ThroughputMeter(args.device)
         self._start_counting({})
         self.add_callback(_StepTimes(self))
@@ -334,8 +340,24 @@ class BaseTrainer(ResumingTrainer):
         self._compiled_before = ledger.mark()
         self.throughput.restart()
 
+    def run_begins(self) -> None:
+        """Compile what is planned, before the first step."""
+        if self.plan is not None and self.args.torch_compile:
+            warm_up(self, self.plan)
+        self._shape_watch = ShapeWatch(strict=self.args.strict_shapes)
+
+    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        collator = self.data_collator
+        if isinstance(collator, ForestCollator) and not is_training:
+            self.data_collator = replace(collator, evaluation=True)
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.data_collator = collator
+
     def step_ended(self) -> None:
         """Count the tokens of an optimizer step that compiled nothing for the steady rate."""
+        self._shape_watch.check(f"step {self.state.global_step}")
         steady = self.throughput.step_ends()
         tokens, self._step_tokens = self._step_tokens, []
         for count in tokens:
@@ -405,6 +427,7 @@ class BaseTrainer(ResumingTrainer):
             means, counts = self._sinks["eval"].read(self._reduce())
             self._sinks["eval"] = MetricSink(self.args.device)  # counts are of this evaluation alone
             means["num_tokens"] = counts.get("num_tokens", 0)
+        self._shape_watch.check("evaluation")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
         return output
 
@@ -457,6 +480,9 @@ class _StepTimes(TrainerCallback):
 
     def __init__(self, trainer: BaseTrainer) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.run_begins()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.throughput.step_begins()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -29,6 +29,7 @@ STATIC_SHAPE_MULTIPLE = 128
 
 
 COMPILE_REGIONS = ("auto", "model", "blocks")
+KNOWN_SHAPES = ("auto", "multiple", "exact")
 
 
 @dataclass
@@ -95,7 +96,23 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         },
     )
 
+    shapes: str | list[str] = field(
+        default_factory=lambda: "auto",  # a command line's parser drops the plain default of what may be a list
+        metadata={
+            "help": "Which row lengths a compiled run may use: 'auto' plans the cheapest few from the rows, 'multiple' is every multiple of "
+            "pad_to_multiple_of, 'exact' every length, or name the lengths."
+        },
+    )
+    max_graphs: int = field(
+        default=8, metadata={"help": "How many shapes 'auto' may plan, those of training and of evaluation together."}
+    )
+    strict_shapes: bool = field(
+        default=False, metadata={"help": "Make it an error if anything is compiled after the planned shapes were."}
+    )
+
     def __post_init__(self) -> None:
+        if isinstance(self.shapes, list) and len(self.shapes) == 1 and self.shapes[0] in KNOWN_SHAPES:
+            self.shapes = self.shapes[0]  # as a command line gives it
         self._refuse_inherited()
         self._check_numbers()
         self.use_cpu: bool = self.use_cpu or not torch.accelerator.is_available()
@@ -149,6 +166,7 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
             "num_train_epochs": 0,
             "weight_decay": 0,
             "max_grad_norm": 0,
+            "max_graphs": 1,
         }
         for name, least in lowest.items():
             value = getattr(self, name)
@@ -200,6 +218,18 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
                     f"report_to={name!r} needs its package, which is not installed. Install it, or set report_to=none."
                 )
 
+    @property
+    def given_shapes(self) -> Literal["auto", "multiple", "exact"] | list[int]:
+        """`shapes` as what it came to."""
+        return cast(Any, self.shapes) if isinstance(self.shapes, str) else [int(length) for length in self.shapes]
+
+    @property
+    def plans_shapes(self) -> bool:
+        """Whether the run's shapes are chosen before it starts: where each is compiled ahead of time, or when their lengths are given."""
+        if not isinstance(self.shapes, str):
+            return True
+        return self.torch_compile and capabilities(self.device).static_shapes
+
     def compiles_blocks(self, model: nn.Module) -> bool:
         """Whether `model` is compiled block by block: `compile_regions`, where `torch_compile` is on."""
         if not self.torch_compile or self.compile_regions == "model":
@@ -218,6 +248,8 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
                 f"label_smoothing_factor={self.label_smoothing_factor} is not supported yet: it needs every token's mean log-probability "
                 "over the vocabulary. Leave it at 0."
             )
+        if (problem := unknown_shapes(self.shapes)) is not None:
+            raise ConfigError(problem)
         if self.compile_regions not in COMPILE_REGIONS:
             raise ConfigError(
                 f"compile_regions must be one of {', '.join(COMPILE_REGIONS)}, got {self.compile_regions!r}"
@@ -234,6 +266,15 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         if not text.isdigit() or int(text) < 1:
             raise ConfigError(f"pad_to_multiple_of must be a number from 1, 'none' or 'auto', got {given!r}")
         return int(text)
+
+
+def unknown_shapes(shapes: Any) -> str | None:
+    """What is wrong with a value of `shapes`, or None."""
+    if isinstance(shapes, str):
+        known = shapes in KNOWN_SHAPES
+    else:
+        known = bool(shapes) and all(str(length).isdigit() and int(length) > 0 for length in shapes)
+    return None if known else f"shapes must be one of {', '.join(KNOWN_SHAPES)}, or row lengths; got {shapes!r}"
 
 
 _said: set[str] = set()

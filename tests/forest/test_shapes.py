@@ -1,0 +1,125 @@
+"""The plan of shapes: the best there is, by brute force; never too small for a batch; and told."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trellium.errors import ConfigError, DatasetError
+from trellium.forest.batch import Shape
+from trellium.forest.shapes import Feed, plan_shapes
+from trellium.forest.step_cost import StepCost
+
+COST = StepCost(fixed=0.5, token=1e-3, pair=1e-6, edge=1e-4, compile_seconds=20.0)
+
+
+def seconds_of(plan) -> float:
+    return plan.compile_seconds + plan.run_seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    rows=st.integers(1, 3),
+    batches=st.integers(1, 500),
+    max_graphs=st.integers(1, 4),
+    compile_seconds=st.floats(0, 5),
+)
+def test_the_plan_is_the_best_of_all_choices_of_lengths(lengths, rows, batches, max_graphs, compile_seconds):
+    cost = StepCost(fixed=0.1, token=1e-3, compile_seconds=compile_seconds)
+    feed = Feed(lengths, rows, batches, cost)
+    rounded = sorted({-(-length // 8) * 8 for length in lengths})
+    choices = (
+        [*some, rounded[-1]]
+        for size in range(min(max_graphs, len(rounded)))
+        for some in itertools.combinations(rounded[:-1], size)
+    )
+    best = min(seconds_of(plan_shapes(feed, shapes=choice, step=8)) for choice in choices)
+    plan = plan_shapes(feed, step=8, max_graphs=max_graphs)
+    assert len(plan.planned) <= max_graphs
+    assert seconds_of(plan) == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    rows=st.integers(1, 4),
+    max_graphs=st.integers(1, 3),
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.floats(0, 1)), min_size=1, max_size=15),
+)
+def test_every_batch_of_the_rows_fits_a_planned_shape(data, rows, max_graphs, sizes):
+    lengths = np.asarray([length for length, _ in sizes])
+    trained = np.asarray([int(share * (length - 1)) for length, share in sizes])
+    plan = plan_shapes(Feed(lengths, rows, 10, COST, trained), step=4, max_graphs=max_graphs)
+    drawn = data.draw(st.lists(st.sampled_from(range(len(sizes))), min_size=1, max_size=rows, unique=True))
+    shape = plan.shape_for(int(lengths[drawn].max()), len(drawn), int(trained[drawn].sum()))
+    assert shape is not None
+    assert shape.rows == rows  # a partial batch is filled up
+    assert shape.length >= lengths[drawn].max()
+
+
+def test_how_often_a_batch_is_as_long_follows_from_the_rows():
+    lengths = [4, 4, 8, 12]
+    plan = plan_shapes(Feed(lengths, 2, 600, COST), shapes="multiple", step=4)
+    pairs = list(itertools.combinations(lengths, 2))
+    for one in plan.planned:
+        held = [pair for pair in pairs if max(pair) == one.shape.length]
+        assert one.batches == pytest.approx(600 * len(held) / len(pairs))
+        assert one.real_tokens == pytest.approx(600 * sum(map(sum, held)) / len(pairs))
+
+
+def test_training_and_evaluation_share_the_graphs_in_the_best_way():
+    training = Feed([10, 100, 200, 400] * 5, 1, 10_000, COST)
+    evaluation = Feed([10, 400], 1, 1, COST)
+    plan = plan_shapes(training, evaluation, step=1, max_graphs=5)
+    assert [one.shape.length for one in plan.planned if not one.evaluation] == [10, 100, 200, 400]
+    assert [one.shape.length for one in plan.planned if one.evaluation] == [400]
+    assert plan.shape_for(50, 1, evaluation=True) == Shape(1, 400, 399)
+    with pytest.raises(ConfigError, match="max_graphs must be at least 2, got 1"):
+        plan_shapes(training, evaluation, max_graphs=1)
+
+
+def test_a_short_run_compiles_less_than_a_long_one():
+    lengths = list(range(16, 1024, 16))
+    graphs = [
+        len(plan_shapes(Feed(lengths, 1, batches, COST), step=16, max_graphs=16).planned) for batches in (10, 10_000)
+    ]
+    assert graphs[0] == 1 < graphs[1]
+
+
+def test_a_measured_shape_keeps_its_measure():
+    slow = Shape(1, 8, 8)
+    cost = StepCost.fit({Shape(1, 16, 16): 1.6, slow: 0.8, Shape(2, 16, 32): 3.2}, {slow: 30.0})
+    assert cost.step_seconds(slow) == 0.8
+    assert cost.step_seconds(Shape(1, 32, 32)) > 1.6
+    assert cost.compiling_seconds(slow) == cost.compiling_seconds(Shape(1, 16, 16)) == 30.0
+
+
+def test_the_table_names_every_shape_and_the_padding():
+    plan = plan_shapes(Feed([3, 8], 1, 10, COST), shapes=[4, 8], step=4)
+    table = str(plan)
+    assert "1x4 with 4 edges" in table
+    assert "1x8 with 8 edges" in table
+    assert "2 graphs" in table
+    assert plan.padding == pytest.approx(1 - (3 + 8) / (4 + 8))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "error", "told"),
+    [
+        ([], {}, DatasetError, "there are none"),
+        ([4, 0], {}, DatasetError, "row 1 has no tokens"),
+        ([4, 9], {"longest": 8}, DatasetError, "row 1 has 9 tokens, more than the 8"),
+        ([4, 9], {"shapes": [4, 8]}, ConfigError, "row 1 has 9 tokens, the longest planned shape 8"),
+        ([4], {"shapes": []}, ConfigError, "at least one of them"),
+        ([4], {"shapes": "bucket"}, ConfigError, "shapes must be 'auto'"),
+        ([4], {"step": 0}, ConfigError, "must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(lengths, options, error, told):
+    with pytest.raises(error, match=told):
+        plan_shapes(Feed(lengths, 1, 10, COST), **options)
