@@ -1,7 +1,7 @@
 """transformers' architectures, compiled: one training step of a tiny model has the loss and the gradients of the eager one.
 
 Nine that differ where a compiler could: tied weights, sliding windows, sinks, experts, a recurrence. They run with `-m slow`: each is 10 to
-50 s of compilation on one idle core. One layer of the first runs always.
+50 s of compilation on one idle core. One layer of the first runs always. All hundred of `architectures.py` run with `-m architectures`, three quarters of an hour.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.neuron.architectures import ARCHITECTURES, batch, build
 from trellium.monitor import ledger
 
 NAMES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "phi", "mistral", "gpt2", "mamba2")
-GRAPHS = {"gpt2": 2}  # a call of the logger about `loss_type` breaks its graph
+GRAPHS = {"gpt2": 2, "openai-gpt": 2}  # a call of the logger about `loss_type` breaks their graphs
 BY_NAME = {architecture.model_type: architecture for architecture in ARCHITECTURES}
 
 
@@ -36,9 +36,12 @@ def fresh(tmp_path_factory, monkeypatch):
 def step(architecture, *, compiled):
     """One forward and backward on the device: the loss, and the gradients by name."""
     model = build(architecture)
-    for module in model.modules():
+    for module in model.modules():  # a compiled graph draws other masks
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # a compiled graph draws other masks
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
     model.to("neuron").train()
     inputs = {key: value.to("neuron") for key, value in batch().items()}
     call = torch.compile(model, backend="neuron", dynamic=False) if compiled else model
@@ -53,6 +56,16 @@ def test_a_compiled_step_is_the_eager_one(name):
     compare(BY_NAME[name], graphs=GRAPHS.get(name, 1))
 
 
+# Experts are chosen by loops over what the data says: the graph breaks there, and what lies between runs eagerly.
+BROKEN_BY_DATA = {"dbrx", "glm5_next", "longcat_flash", "qwen4_exp_text"}
+
+
+@pytest.mark.architectures
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_each_of_the_hundred_compiles_to_the_eager_step(name):
+    compare(BY_NAME[name], graphs=None if name in BROKEN_BY_DATA else GRAPHS.get(name, 1))
+
+
 def test_a_compiled_step_of_one_layer_is_the_eager_one():
     llama = BY_NAME[NAMES[0]]
     compare(dataclasses.replace(llama, config={**llama.config, "num_hidden_layers": 1}), graphs=1)
@@ -62,8 +75,13 @@ def compare(architecture, *, graphs):
     eager_loss, eager_gradients = step(architecture, compiled=False)
     with ledger.watch() as new:
         loss, gradients = step(architecture, compiled=True)
-    assert torch.neuron.get_dynamo_metrics()["graphs"] == graphs
-    assert list(new.eager_frames) == []
+    compiled = torch.neuron.get_dynamo_metrics()["graphs"]
+    if graphs is None:
+        assert compiled > 1
+        assert all(frame.cause == "graph break" for frame in new.eager_frames)
+    else:
+        assert compiled == graphs
+        assert list(new.eager_frames) == []
     assert loss == pytest.approx(eager_loss, abs=1e-5)
     assert gradients.keys() == eager_gradients.keys()
     for key, gradient in gradients.items():

@@ -57,6 +57,23 @@ def test_twelve_lengths_on_a_plan_of_four_shapes_compile_four_graph_pairs(tmp_pa
     assert len([record for record in graphs if record.kind == "backward"]) == 4
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch, "neuron"), reason="no neuron device")
+def test_twelve_lengths_on_neuron_compile_four_graph_pairs_ahead_of_time_and_train_as_eager_does(tmp_path):
+    options = {
+        "train_dataset": rows_of(list(range(5, 17))),
+        "use_cpu": False,
+        "per_device_train_batch_size": 1,
+        "max_steps": 12,
+    }
+    eager = tiny_trainer(tmp_path / "eager", **options)
+    eager.train()
+    trainer = tiny_trainer(tmp_path / "graphs", torch_compile=True, shapes=["7", "10", "13", "16"], **options)
+    with max_compiles(4):
+        trainer.train()
+    assert losses(trainer) == pytest.approx(losses(eager), rel=1e-4)
+
+
 def test_nothing_is_compiled_after_the_warm_up_whatever_batches_come(tmp_path):
     options = {
         "train_dataset": rows_of([5, 6, 9, 9, 12, 16, 7, 8, 11, 13]),  # batches of 4: the last is of 2
@@ -96,6 +113,17 @@ def test_a_compilation_after_the_warm_up_is_an_error_where_shapes_are_strict(tmp
     trainer.data_collator = replace(trainer.data_collator, plan=None)
     with pytest.raises(ModelError, match=r"compiled after the warm-up, in step 1: .*was 8, is 5"):
         trainer.train()
+
+
+def test_a_plan_of_more_shapes_than_the_recompile_limit_makes_room_for_them(tmp_path):
+    lengths = list(range(5, 11))
+    trainer = compiled(
+        tmp_path, train_dataset=rows_of(lengths), shapes=[str(length) for length in lengths], max_steps=2
+    )
+    with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=4, fail_on_recompile_limit_hit=True):
+        with max_compiles(len(lengths)):
+            trainer.train()
+        assert torch._dynamo.config.recompile_limit >= len(lengths)
 
 
 def test_given_lengths_must_hold_the_longest_row(tmp_path):

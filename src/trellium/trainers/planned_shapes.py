@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 COMPILE_SECONDS = 20.0
 """What a shape is taken to cost to compile, forward and backward, until the ledger knows better: a block on two cores (`benchmarks/regions.py`)."""
 
+KINDS_OF_BLOCKS = 4
+
 FORWARD_SHARE = 1 / 3
 """What a step of evaluation costs of one of training: a backward is two forwards."""
 
@@ -170,6 +172,7 @@ def _operations_a_second(device: torch.device, size: int = 512) -> float:
 def warm_up(trainer: BaseTrainer, plan: ShapePlan) -> None:
     """Compile every planned graph: a forward (and backward) over rows that train nothing. Weights, gradients and random numbers stay as they were."""
     model = trainer.model_wrapped
+    make_room(plan)
     bar = tqdm(plan.planned, disable=trainer.args.disable_tqdm or not trainer.is_local_process_zero(), unit="graph")
     devices = [trainer.args.device] if trainer.args.device.type != "cpu" else []
     kind = trainer.args.device.type if devices else "cuda"
@@ -181,6 +184,18 @@ def warm_up(trainer: BaseTrainer, plan: ShapePlan) -> None:
             _run(trainer, model, planned)
             bar.set_postfix_str(f"{time.perf_counter() - began:.1f} s")
     model.train(was_training)
+
+
+def make_room(plan: ShapePlan) -> None:
+    """Let Dynamo keep as many graphs of a frame as the plan needs; it would stop at its limit, which is for code whose shapes nobody planned.
+
+    A frame has a graph for each planned shape, and for each kind of block that shares its code: `KINDS_OF_BLOCKS` at most, among the models known.
+    """
+    needed = KINDS_OF_BLOCKS * len(plan.planned)
+    from torch._dynamo import config  # a second, only where something is compiled
+
+    config.recompile_limit = max(config.recompile_limit, needed)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * needed)
 
 
 def _run(trainer: BaseTrainer, model: nn.Module, planned: PlannedShape) -> None:
