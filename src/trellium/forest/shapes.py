@@ -12,9 +12,9 @@ batch is filled up to `R`, so it needs no shape of its own. Training and evaluat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -152,141 +152,144 @@ def plan_shapes(
     if step < 1 or max_graphs < 1:
         raise ConfigError(f"step and max_graphs must be at least 1, got {step} and {max_graphs}")
     feeds = [training] if evaluation is None else [training, evaluation]
-    histograms = [_Histogram(feed, shapes, step, longest) for feed in feeds]
+    measured = [_Histogram(feed, 1 if shapes == "exact" else step, longest) for feed in feeds]
     if shapes == "auto":
         if max_graphs < len(feeds):
             raise ConfigError(
                 f"training and evaluation are different graphs: max_graphs must be at least 2, got {max_graphs}"
             )
-        chosen = _share_graphs([histogram.best(max_graphs) for histogram in histograms], max_graphs)
+        chosen = _share_graphs([histogram.best(max_graphs) for histogram in measured], max_graphs)
+    elif isinstance(shapes, str):
+        if shapes not in ("multiple", "exact"):
+            raise ConfigError(f"shapes must be 'auto', 'multiple', 'exact' or row lengths, got {shapes!r}")
+        chosen = [histogram.lengths for histogram in measured]
     else:
-        chosen = [np.arange(len(histogram.lengths)) for histogram in histograms]
-    planned: list[PlannedShape] = []
-    for histogram, places, is_evaluation in zip(histograms, chosen, (False, True), strict=False):
-        planned += histogram.planned(places, evaluation=is_evaluation)
+        chosen = [histogram.held_by(shapes) for histogram in measured]
+    planned = []
+    for histogram, lengths, is_evaluation in zip(measured, chosen, (False, True), strict=False):
+        planned += histogram.planned(lengths, evaluation=is_evaluation)
     return ShapePlan(tuple(planned))
 
 
 class _Histogram:
-    """A feed by the lengths that may be planned: how often a batch is no longer than each, and what a shape of each costs."""
+    """A feed by rounded length: how often a batch is as long, and what its shape costs."""
 
-    def __init__(self, feed: Feed, shapes: Shapes, step: int, longest: int | None) -> None:
-        rows = np.asarray(feed.lengths, dtype=np.int64)
-        _refuse_feed(feed, rows, longest)
-        order = np.argsort(rows, kind="stable")
-        ascending = rows[order]
-        self.feed = feed
-        self.lengths = _candidates(rows, shapes, step)
-        count = np.searchsorted(ascending, self.lengths, side="right")  # rows that are no longer
-        total = np.append(0, np.cumsum(ascending))[count]
-        together = min(feed.rows, len(rows))
-        # Of `together` rows drawn without replacement: the others no longer, given that one is.
-        others = np.ones(len(count))
-        for drawn in range(1, together):
-            others *= np.maximum(count - drawn, 0) / (len(rows) - drawn)
-        self.batches = feed.batches * np.append(0, others * count / len(rows))  # [n + 1], cumulative, as the next
-        self.real_tokens = feed.batches * np.append(0, others * total * together / len(rows))
-        trained = rows - 1 if feed.trained is None else np.asarray(feed.trained, dtype=np.int64)
-        edges = _most_of_any(trained[order], count, feed.rows, step)
-        terms = np.zeros_like(edges)
-        if feed.terms is not None:
-            terms = _most_of_any(np.asarray(feed.terms, dtype=np.int64)[order], count, feed.rows, step)
-        self.shapes = [
-            Shape(feed.rows, length, min(most, feed.rows * length), of_terms)
-            for length, most, of_terms in zip(self.lengths.tolist(), edges.tolist(), terms.tolist(), strict=True)
-        ]
-        self.seconds = np.asarray([feed.cost.step_seconds(shape) for shape in self.shapes])
-        self.compiling = np.asarray([feed.cost.compiling_seconds(shape) for shape in self.shapes])
+    def __init__(self, feed: Feed, step: int, longest: int | None) -> None:
+        exact = np.asarray(feed.lengths, dtype=np.int64)
+        _refuse(exact, feed, longest)
+        self.feed, self.step = feed, step
+        self._order = np.argsort(exact, kind="stable")
+        self._sorted = exact[self._order]
+        self.lengths = np.unique(_round_up(exact, step))
 
     def best(self, most: int) -> list[tuple[float, np.ndarray]]:
-        """For exactly 1, 2, … `most` graphs: seconds, and the places of the lengths."""
+        """For 1, 2, … `most` graphs (no more than there are lengths): seconds, and the lengths."""
+        batches, _ = self._up_to(self.lengths)
+        shapes = self._shapes(self.lengths)
+        seconds = [self.feed.cost.step_seconds(shape) for shape in shapes]
+        compiling = [self.feed.cost.compiling_seconds(shape) for shape in shapes]
         size = len(self.lengths)
-        least = np.append(0.0, np.full(size, np.inf))  # for the first j lengths
+        least = np.full(size + 1, np.inf)  # for the first j lengths
+        least[0] = 0.0
         came_from: list[np.ndarray] = []
         found = []
         for _ in range(min(most, size)):
             nearer, origin = np.full(size + 1, np.inf), np.zeros(size + 1, dtype=np.int64)
             for j in range(1, size + 1):
-                way = least[:j] + (self.batches[j] - self.batches[:j]) * self.seconds[j - 1]
+                way = least[:j] + (batches[j] - batches[:j]) * seconds[j - 1]
                 origin[j] = way.argmin()
-                nearer[j] = way[origin[j]] + self.compiling[j - 1]
+                nearer[j] = way[origin[j]] + compiling[j - 1]
             least = nearer
             came_from.append(origin)
             ends, j = [], size
             for origins in reversed(came_from):
                 ends.append(j - 1)
                 j = int(origins[j])
-            found.append((float(least[size]), np.asarray(ends[::-1])))
+            found.append((float(least[size]), self.lengths[ends[::-1]]))
         return found
 
-    def planned(self, places: np.ndarray, *, evaluation: bool) -> list[PlannedShape]:
-        """What is expected of a choice of lengths, each for what is longer than the one before it."""
-        upto = np.append(0, places + 1)
-        batches, real = np.diff(self.batches[upto]), np.diff(self.real_tokens[upto])
+    def held_by(self, given: Ordered[int]) -> np.ndarray:
+        """The given lengths, ascending."""
+        lengths = np.unique(np.asarray(given, dtype=np.int64))
+        if not len(lengths) or lengths[0] < 1:
+            raise ConfigError(f"row lengths must be numbers from 1, at least one of them; got {list(given)}")
+        if lengths[-1] < self._sorted[-1]:
+            raise ConfigError(
+                f"row {int(self._order[-1])} has {int(self._sorted[-1])} tokens, the longest planned shape {int(lengths[-1])}: "
+                "plan a longer one, or cut rows with max_length"
+            )
+        return lengths
+
+    def planned(self, lengths: np.ndarray, *, evaluation: bool) -> list[PlannedShape]:
+        """What is expected of a choice of lengths, each with what is not longer than it and longer than the one before."""
+        batches, real = (np.diff(cumulative) for cumulative in self._up_to(lengths))
         return [
             PlannedShape(
-                shape=self.shapes[place],
+                shape=shape,
                 evaluation=evaluation,
                 batches=float(batches[index]),
                 real_tokens=float(real[index]),
-                compile_seconds=float(self.compiling[place]),
-                run_seconds=float(batches[index] * self.seconds[place]),
+                compile_seconds=self.feed.cost.compiling_seconds(shape),
+                run_seconds=float(batches[index]) * self.feed.cost.step_seconds(shape),
             )
-            for index, place in enumerate(places.tolist())
+            for index, shape in enumerate(self._shapes(lengths))
         ]
 
+    def _up_to(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For ascending lengths, `[n + 1]` with 0 in front: how many batches are no longer, and the real tokens of those."""
+        count = np.searchsorted(self._sorted, lengths, side="right")  # rows that are no longer
+        total = np.append(0, np.cumsum(self._sorted))[count]
+        rows, together = len(self._sorted), min(self.feed.rows, len(self._sorted))
+        # Of `together` rows drawn without replacement: all no longer; and the tokens of those batches, a row with all others no longer.
+        others = np.ones(len(count))
+        for drawn in range(1, together):
+            others *= np.maximum(count - drawn, 0) / (rows - drawn)
+        batches = self.feed.batches * np.append(0, others * count / rows)
+        return batches, self.feed.batches * np.append(0, others * total * together / rows)
 
-def _refuse_feed(feed: Feed, rows: np.ndarray, longest: int | None) -> None:
-    if feed.rows < 1 or feed.batches < 0:
-        raise ConfigError(f"a feed has at least 1 row a batch, and batches, got {feed.rows} and {feed.batches}")
-    if not len(rows):
-        raise DatasetError("shapes are planned from at least one row, got none")
-    for name, counts in (("trained", feed.trained), ("terms", feed.terms)):
-        if counts is not None and len(counts) != len(rows):
-            raise ValueError(f"{name} must be one number a row, {len(rows)}, got {len(counts)}")
-    if rows.min() < 1:
-        raise DatasetError(f"row {int(rows.argmin())} has no tokens: drop empty rows before training")
-    if longest is not None and rows.max() > longest:
+    def _shapes(self, lengths: np.ndarray) -> list[Shape]:
+        """The sizes that batches of at most such lengths need: the most edges and terms that any `R` rows have."""
+        feed = self.feed
+        trained = np.maximum(self._sorted - 1, 0) if feed.trained is None else np.asarray(feed.trained)[self._order]
+        terms = None if feed.terms is None else np.asarray(feed.terms)[self._order]
+        return [
+            Shape(
+                feed.rows,
+                int(length),
+                min(self._most(trained[:count]), int(length) * feed.rows),
+                0 if terms is None else self._most(terms[:count]),
+            )
+            for length, count in zip(lengths, np.searchsorted(self._sorted, lengths, side="right"), strict=True)
+        ]
+
+    def _most(self, counts: np.ndarray) -> int:
+        """What `R` rows have at most together, rounded up to the step."""
+        rows = self.feed.rows
+        dearest = np.partition(counts, len(counts) - rows)[-rows:] if len(counts) > rows else counts
+        return max(int(_round_up(dearest.sum(), self.step)), 1)
+
+
+def _share_graphs(tables: list[list[tuple[float, np.ndarray]]], max_graphs: int) -> list[np.ndarray]:
+    """The lengths of each feed, with the least seconds in all, if together they have at most `max_graphs`."""
+    ways = itertools.product(*(range(1, len(table) + 1) for table in tables))
+    allowed = [way for way in ways if sum(way) <= max_graphs]
+    best = min(allowed, key=lambda way: sum(table[graphs - 1][0] for table, graphs in zip(tables, way, strict=True)))
+    return [table[graphs - 1][1] for table, graphs in zip(tables, best, strict=True)]
+
+
+def _round_up(count: np.ndarray, step: int) -> np.ndarray:
+    return -(-count // step) * step
+
+
+def _refuse(lengths: np.ndarray, feed: Feed, longest: int | None) -> None:
+    if not len(lengths):
+        raise DatasetError("shapes are planned from the rows of a run, and there are none")
+    if feed.rows < 1:
+        raise ConfigError(f"a batch needs at least one row, got {feed.rows}")
+    if lengths.min() < 1:
+        raise DatasetError(f"row {int(lengths.argmin())} has no tokens: drop empty rows before training")
+    if longest is not None and lengths.max() > longest:
+        row = int(lengths.argmax())
         raise DatasetError(
-            f"row {int(rows.argmax())} has {int(rows.max())} tokens, more than {longest}: cut it with max_length, or drop it"
+            f"row {row} has {int(lengths[row])} tokens, more than the {longest} that are allowed. Cut rows with max_length."
         )
-
-
-def _candidates(rows: np.ndarray, shapes: Shapes, step: int) -> np.ndarray:
-    """The lengths that may be planned, ascending; the last holds the longest row."""
-    if isinstance(shapes, str):
-        if shapes not in ("auto", "multiple", "exact"):
-            raise ConfigError(f"shapes must be 'auto', 'multiple', 'exact' or row lengths, got {shapes!r}")
-        return np.unique(rows if shapes == "exact" else -(-rows // step) * step)
-    lengths = np.unique(np.asarray(shapes, dtype=np.int64))
-    if not len(lengths) or lengths[0] < 1:
-        raise ConfigError(f"row lengths must be numbers from 1, at least one of them, got {list(shapes)}")
-    if lengths[-1] < rows.max():
-        raise ConfigError(
-            f"row {int(rows.argmax())} has {int(rows.max())} tokens, the longest of the given shapes {int(lengths[-1])}: "
-            "give a longer one, or cut rows with max_length"
-        )
-    return lengths
-
-
-def _most_of_any(ascending: np.ndarray, count: np.ndarray, rows: int, step: int) -> np.ndarray:
-    """`[n]`: the largest sum of any `rows` among the first `count[j]`, at least 1, rounded up to a multiple of the step."""
-    largest = np.zeros(rows, dtype=np.int64)
-    most = np.empty(len(count), dtype=np.int64)
-    before = 0
-    for j, upto in enumerate(count.tolist()):
-        if upto > before:
-            largest = np.concatenate([largest, ascending[before:upto]])
-            largest = np.partition(largest, len(largest) - rows)[-rows:]
-        most[j] = largest.sum()
-        before = upto
-    return -(-np.maximum(most, 1) // step) * step
-
-
-def _share_graphs(found: list[list[tuple[float, np.ndarray]]], most: int) -> list[np.ndarray]:
-    """One choice of each feed, at most so many graphs in all, with the least seconds; of equals the fewest graphs."""
-    choices = [choice for choice in product(*found) if sum(len(places) for _, places in choice) <= most]
-    best = min(
-        choices, key=lambda choice: (sum(seconds for seconds, _ in choice), sum(len(places) for _, places in choice))
-    )
-    return [places for _, places in best]
