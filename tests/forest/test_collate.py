@@ -13,6 +13,8 @@ from trellium.errors import ConfigError, DatasetError
 from trellium.forest.batch import ForestBatch
 from trellium.forest.collate import ForestCollator
 from trellium.forest.layout import chains, check
+from trellium.forest.shapes import Feed, plan_shapes
+from trellium.forest.step_cost import StepCost
 from trellium.ops.attention import rows_are_chains
 
 ROW = st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12)
@@ -120,3 +122,50 @@ def test_a_broken_law_is_named(change, message):
 
 def sequence(tokens: list[int], weight: float = 1.0) -> Sequence:
     return Sequence(np.asarray(tokens, dtype=np.int64), np.ones(len(tokens), dtype=bool), weight)
+
+
+def planned_collator(lengths: list[int], *, rows: int, **options) -> ForestCollator:
+    feed = Feed(lengths, rows, 100, StepCost())
+    return ForestCollator(0, plan=plan_shapes(feed, shapes="multiple", step=8), **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(ROW, min_size=1, max_size=3))
+def test_a_planned_batch_says_the_same_in_the_smallest_shape_that_holds_it(rows):
+    data = [prepared(row) for row in rows]
+    plain = ForestBatch(**ForestCollator(0)(data))
+    batch = ForestBatch(**planned_collator([len(row) for row in rows] + [12], rows=3)(data))
+    check(batch)
+    assert batch.input_ids.shape == (3, 8 if max(map(len, rows)) <= 8 else 16)
+    assert batch.real_tokens == plain.real_tokens
+    length, width = plain.input_ids.shape[1], batch.input_ids.shape[1]
+    edges = int((plain.edge_weight > 0).sum())
+    assert (batch.edge_position // width * length + batch.edge_position % width)[:edges].tolist() == (
+        plain.edge_position[:edges].tolist()
+    )
+    assert batch.edge_target[:edges].tolist() == plain.edge_target[:edges].tolist()
+    assert float(batch.edge_weight.sum()) == float(plain.edge_weight.sum())
+
+
+def test_a_partial_batch_is_filled_up_with_rows_nobody_trains():
+    batch = ForestBatch(**planned_collator([4] * 7, rows=3)([prepared([(5, True)] * 4)]))
+    check(batch)
+    assert batch.input_ids.tolist() == [[5, 5, 5, 5, 0, 0, 0, 0], [0] * 8, [0] * 8]
+    assert batch.position_ids[1].tolist() == list(range(8))
+    assert int((batch.edge_weight > 0).sum()) == 3
+
+
+def test_a_batch_that_no_shape_holds_is_refused_by_row_and_length():
+    collate = planned_collator([4, 4, 4], rows=2)
+    with pytest.raises(ConfigError, match="2 rows with 21 trained tokens, whose longest is row 1 with 20 tokens"):
+        collate([prepared([(5, True)] * 3), prepared([(5, True)] * 20)])
+    with pytest.raises(ConfigError, match="no planned shape holds a batch of 3 rows"):
+        collate([prepared([(5, True)] * 3)] * 3)
+
+
+def test_evaluation_takes_its_own_shapes():
+    training, evaluation = Feed([4], 1, 10, StepCost()), Feed([4, 9], 2, 10, StepCost())
+    plan = plan_shapes(training, evaluation, shapes="multiple", step=8)
+    row = prepared([(5, True)] * 4)
+    assert ForestCollator(0, plan=plan)([row])["input_ids"].shape == (1, 8)
+    assert ForestCollator(0, plan=plan, evaluation=True)([row])["input_ids"].shape == (2, 8)

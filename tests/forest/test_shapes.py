@@ -44,6 +44,59 @@ def test_the_plan_is_the_best_of_all_choices_of_lengths(lengths, rows, batches, 
     assert seconds_of(plan) == pytest.approx(best)
 
 
+COSTS = st.builds(
+    StepCost, fixed=st.floats(0, 10), token=st.floats(0, 1), pair=st.floats(0, 0.1), edge=st.floats(0, 1), compile_seconds=st.floats(0, 100)
+)  # fmt: skip
+
+
+def seconds_told_plainly(lengths: tuple[int, ...], feed: Feed, step: int) -> float:
+    """What a choice of row lengths costs: every batch that shuffling can make, each as likely, takes the smallest length that holds it."""
+    batches = list(itertools.combinations(feed.lengths, min(feed.rows, len(feed.lengths))))
+
+    def seconds(length: int) -> float:
+        dearest = sorted((row - 1 for row in feed.lengths if row <= length), reverse=True)[: feed.rows]
+        edges = max(-(-sum(dearest) // step) * step, 1)
+        return feed.cost.step_seconds(Shape(feed.rows, length, min(edges, feed.rows * length)))
+
+    run = sum(seconds(min(length for length in lengths if length >= max(batch))) for batch in batches)
+    return run * feed.batches / len(batches) + len(lengths) * feed.cost.compile_seconds
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9), rows=st.integers(1, 3), cost=COSTS, max_graphs=st.integers(1, 4),
+    step=st.sampled_from([1, 4, 8]), batches=st.integers(1, 50),
+)  # fmt: skip
+def test_no_choice_is_cheaper_by_a_reckoning_of_its_own(lengths, rows, cost, max_graphs, step, batches):
+    """Neither the plan's expectations nor its sizes are used to judge it."""
+    feed = Feed(lengths, rows, batches, cost)
+    plan = plan_shapes(feed, step=step, max_graphs=max_graphs)
+    rounded = sorted({-(-length // step) * step for length in lengths})
+    least = min(
+        seconds_told_plainly((*some, rounded[-1]), feed, step)
+        for size in range(min(max_graphs, len(rounded)))
+        for some in itertools.combinations(rounded[:-1], size)
+    )
+    chosen = tuple(one.shape.length for one in plan.planned)
+    assert seconds_told_plainly(chosen, feed, step) == pytest.approx(least, rel=1e-9, abs=1e-9)
+    assert seconds_of(plan) == pytest.approx(least, rel=1e-9, abs=1e-9)
+
+
+def test_the_rates_of_a_linear_cost_are_found_again():
+    shapes = [Shape(rows, length, edges) for rows in (1, 4) for length in (128, 512, 2048) for edges in (128, length)]
+    found = StepCost.fit({shape: COST.step_seconds(shape) for shape in shapes}, {})
+    assert (found.fixed, found.token, found.pair, found.edge) == pytest.approx((0.5, 1e-3, 1e-6, 1e-4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seconds=st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
+def test_a_larger_shape_never_costs_less_whatever_was_measured(seconds):
+    shapes = [Shape(1, 128 * (index + 1), 128) for index in range(len(seconds))]
+    cost = StepCost.fit(dict(zip(shapes, seconds, strict=True)), {})
+    assert min(cost.fixed, cost.token, cost.pair, cost.edge) >= 0
+    assert cost.step_seconds(Shape(2, 2048, 256)) >= cost.step_seconds(Shape(2, 1024, 256)) > 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
