@@ -11,7 +11,7 @@ from datasets import Dataset
 from tests.trainers.tiny_runs import losses, tiny_trainer, token_rows
 from trellium.errors import ConfigError, ModelError
 from trellium.monitor import max_compiles
-from trellium.trainers.planned_shapes import RowSizes
+from trellium.trainers.run_plan import RowSizes
 
 STATIC = {"automatic_dynamic_shapes": False, "recompile_limit": 64}
 

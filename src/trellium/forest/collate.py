@@ -29,6 +29,7 @@ class ForestCollator:
         pad_to_multiple_of: round row length and number of edges up to a multiple of this; None for no rounding. Read where nothing is planned.
         plan: the shapes a batch may have.
         evaluation: whether the batches are of evaluation, whose planned shapes are others.
+        strict: whether a batch that no planned shape holds is an error; else it is rounded up to the multiple, as where nothing is planned.
 
     Raises:
         ConfigError: a multiple below 1, or no pad token.
@@ -38,6 +39,7 @@ class ForestCollator:
     pad_to_multiple_of: int | None = None
     plan: ShapePlan | None = None
     evaluation: bool = False
+    strict: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
@@ -53,18 +55,18 @@ class ForestCollator:
 
         Raises:
             DatasetError: an empty batch or an empty row.
-            ConfigError: a batch that no planned shape holds; names its longest row.
+            ConfigError: a batch that no planned shape holds, where that is strict; names its longest row.
         """
         sequences = [Sequence.from_row(dict(row)) for row in rows]
         shape = None if self.plan is None or not sequences else self._shape(sequences, self.plan)
         multiple = self.pad_to_multiple_of or 1
         return chains(sequences, pad_token_id=self.pad_token_id, multiple=multiple, shape=shape).tensors()
 
-    def _shape(self, sequences: list[Sequence], plan: ShapePlan) -> Shape:
+    def _shape(self, sequences: list[Sequence], plan: ShapePlan) -> Shape | None:
         lengths = [len(sequence) for sequence in sequences]
         edges = sum(int(sequence.trained.sum()) for sequence in sequences)
         shape = plan.shape_for(max(lengths), len(sequences), edges, evaluation=self.evaluation)
-        if shape is None:
+        if shape is None and self.strict:
             longest = lengths.index(max(lengths))
             raise ConfigError(
                 f"no planned shape holds a batch of {len(sequences)} rows with {edges} trained tokens, whose longest is row {longest} with "

@@ -26,12 +26,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from trellium.capabilities import capabilities
-from trellium.data.token_checks import TokenLimits
-from trellium.errors import ConfigError, DatasetError, ModelError
+from trellium.errors import ConfigError, DatasetError
 from trellium.forest.collate import ForestCollator
 from trellium.models.blocks import compile_blocks
-from trellium.models.loading import load_model, load_tokenizer
-from trellium.models.positions import learned_positions
 from trellium.models.scoring import ScoreOutput, install_scores
 from trellium.monitor import ledger
 from trellium.monitor.metrics import MetricSink
@@ -48,8 +45,17 @@ from trellium.trainers.checkpoints import (
     write_model_card,
 )
 from trellium.trainers.mixture import RouterLoss
-from trellium.trainers.planned_shapes import ShapeWatch, plan_run, warm_up
 from trellium.trainers.resuming import ResumingTrainer, refused_by_transformers
+from trellium.trainers.run_plan import plan_run
+from trellium.trainers.starting_point import (
+    model_of,
+    name_of,
+    pad_token_id,
+    set_special_tokens,
+    token_limits,
+    tokenizer_of,
+)
+from trellium.trainers.warm_up import ShapeWatch, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +108,14 @@ class BaseTrainer(ResumingTrainer):
         args = self._own_args(args, model)
         set_seed(args.seed)  # before an adapter's weights are drawn
         if processing_class is None:
-            processing_class = self._load_tokenizer(model, args)
-        model = self._load(model, args)
+            processing_class = tokenizer_of(model, args)
+        model = model_of(model, args)
         model = wrap_with_adapter(install_scores(model), peft_config, args)
-        self._set_special_tokens(processing_class, args)
+        set_special_tokens(processing_class, args)
         self._check_iterable(train_dataset, args)
         self.processing_class = processing_class
         self.args = args
-        self.token_limits = self._token_limits(model, args)
+        self.token_limits = token_limits(model, args)
         streams = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
         if any(isinstance(part, IterableDataset) for part in streams):
             _keep_batches_apart(args)
@@ -117,7 +123,7 @@ class BaseTrainer(ResumingTrainer):
         eval_dataset = self._prepare(eval_dataset, "eval")
         self.plan = plan_run(args, model, train_dataset, eval_dataset) if data_collator is None else None
         if data_collator is None:
-            data_collator = ForestCollator(self._pad_token_id(processing_class), args.row_multiple, self.plan)
+            data_collator = ForestCollator(pad_token_id(processing_class), args.row_multiple, self.plan)
         else:
             check_collator(data_collator, train_dataset)
         self._compiles_blocks = args.compiles_blocks(model)
@@ -146,7 +152,7 @@ class BaseTrainer(ResumingTrainer):
                 mode=args.torch_compile_mode,
                 dynamic=self._dynamic_shapes,
             )
-        self._shape_watch = ShapeWatch(strict=False)
+        self._shape_watch: ShapeWatch | None = None  # from the warm-up on
         self.throughput = ThroughputMeter(args.device)
         self._start_counting({})
         self.add_callback(_StepTimes(self))
@@ -169,34 +175,11 @@ class BaseTrainer(ResumingTrainer):
 
     def _own_args(self, args: BaseConfig | None, model: Any) -> BaseConfig:
         if args is None:
-            name = str(_name_of(model) or "model").rstrip("/").split("/")[-1]
+            name = str(name_of(model) or "model").rstrip("/").split("/")[-1]
             return self.config_class(output_dir=f"{name}-{self.method.upper()}")
         if not isinstance(args, self.config_class):
             raise ConfigError(f"args must be a {self.config_class.__name__}, got {type(args).__name__}")
         return args
-
-    @staticmethod
-    def _load(model: Any, args: BaseConfig) -> nn.Module:
-        options = args.model_options
-        if isinstance(model, nn.Module):
-            if options:
-                raise ConfigError(
-                    "model_init_kwargs are for a model given by name; this one is loaded already. Load it with them, or give its name."
-                )
-            return model
-        if model is None or isinstance(model, str | os.PathLike):
-            return load_model(model, **{"trust_remote_code": args.trust_remote_code, **options})
-        raise ModelError(f"model must be a name, a path or a model, got {type(model).__name__}")
-
-    @staticmethod
-    def _load_tokenizer(model: Any, args: BaseConfig) -> PreTrainedTokenizerBase:
-        name = _name_of(model)
-        if not name and isinstance(model, nn.Module):
-            raise ConfigError(
-                "the model does not say where it came from, so its tokenizer is not known. Give it as processing_class."
-            )
-        options = {key: value for key, value in args.model_options.items() if key in ("revision", "token")}
-        return load_tokenizer(name or None, trust_remote_code=args.trust_remote_code, **options)
 
     @staticmethod
     def _check_iterable(dataset: Any, args: BaseConfig) -> None:
@@ -205,37 +188,6 @@ class BaseTrainer(ResumingTrainer):
         if args.max_steps <= 0:
             raise ConfigError("an IterableDataset has no length, so the run's end is not known. Set max_steps.")
         _keep_batches_apart(args)
-
-    @staticmethod
-    def _set_special_tokens(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> None:
-        for field in ("eos_token", "pad_token"):
-            token = getattr(args, field, None)
-            if token is None:
-                continue
-            if token not in tokenizer.get_vocab():
-                raise ConfigError(
-                    f"{field}={token!r} is not in the tokenizer's vocabulary. Name one of its tokens, or leave it unset."
-                )
-            setattr(tokenizer, field, token)
-
-    @staticmethod
-    def _token_limits(model: nn.Module, args: BaseConfig) -> TokenLimits:
-        """What a row may hold: tokens with an embedding, and no more of them, padding included, than there are positions."""
-        positions, multiple = learned_positions(model), args.row_multiple or 1
-        if positions is not None and positions < multiple:
-            raise ConfigError(
-                f"rows are padded to a multiple of {multiple}, but the model has a table of {positions} positions. Set pad_to_multiple_of to a smaller number."
-            )
-        reach = None if positions is None else positions // multiple * multiple
-        return TokenLimits(model.get_input_embeddings().weight.shape[0], reach)
-
-    @staticmethod
-    def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-        # Padding is known by its place, never by its token, so any token will do and none is made the tokenizer's for it.
-        for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-            if token_id is not None:
-                return token_id
-        return 0
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         settings = super()._build_accelerator_args(**kwargs)
@@ -344,12 +296,12 @@ class BaseTrainer(ResumingTrainer):
         """Compile what is planned, before the first step."""
         if self.plan is not None and self.args.torch_compile:
             warm_up(self, self.plan)
-        self._shape_watch = ShapeWatch(strict=self.args.strict_shapes)
+            self._shape_watch = ShapeWatch(strict=self.args.strict_shapes)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         collator = self.data_collator
         if isinstance(collator, ForestCollator) and not is_training:
-            self.data_collator = replace(collator, evaluation=True)
+            self.data_collator = replace(collator, evaluation=True, strict=self.args.strict_shapes)
         try:
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)
         finally:
@@ -357,7 +309,8 @@ class BaseTrainer(ResumingTrainer):
 
     def step_ended(self) -> None:
         """Count the tokens of an optimizer step that compiled nothing for the steady rate."""
-        self._shape_watch.check(f"step {self.state.global_step}")
+        if self._shape_watch is not None:
+            self._shape_watch.check(f"step {self.state.global_step}")
         steady = self.throughput.step_ends()
         tokens, self._step_tokens = self._step_tokens, []
         for count in tokens:
@@ -427,7 +380,8 @@ class BaseTrainer(ResumingTrainer):
             means, counts = self._sinks["eval"].read(self._reduce())
             self._sinks["eval"] = MetricSink(self.args.device)  # counts are of this evaluation alone
             means["num_tokens"] = counts.get("num_tokens", 0)
-        self._shape_watch.check("evaluation")
+        if self._shape_watch is not None:
+            self._shape_watch.check("evaluation")
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
         return output
 
@@ -472,7 +426,7 @@ class BaseTrainer(ResumingTrainer):
     def create_model_card(self, *args: Any, output_dir: str | None = None, **kwargs: Any) -> None:
         """Write a short README.md beside the weights: from what, by which method, how to load it."""
         folder = output_dir or self.args.output_dir
-        write_model_card(folder, self.method, _name_of(self.model), adapter=is_adapted(self.model))
+        write_model_card(folder, self.method, name_of(self.model), adapter=is_adapted(self.model))
 
 
 class _StepTimes(TrainerCallback):
@@ -489,14 +443,6 @@ class _StepTimes(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.step_ended()
-
-
-def _name_of(model: Any) -> str:
-    """The name or path a model was given by or loaded from; empty if it was made in the program."""
-    if not isinstance(model, nn.Module):
-        return "" if model is None else str(model)
-    base = model.get_base_model() if is_adapted(model) else model
-    return getattr(getattr(base, "config", None), "_name_or_path", "") or ""
 
 
 def _keep_batches_apart(args: BaseConfig) -> None:

@@ -137,6 +137,11 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         self._check_reports()
         self._check_checkpointing()
         self._check_backend()
+        if self.strict_shapes and not (self.torch_compile and self.plans_shapes):
+            raise ConfigError(
+                "strict_shapes=True, but no shapes are compiled before the run: that takes torch_compile=True, and a device that compiles each shape or "
+                "the row lengths given (shapes)."
+            )
         if self.push_to_hub and HF_HUB_OFFLINE:
             raise ConfigError("push_to_hub=True, but HF_HUB_OFFLINE is set. Unset one of them.")
         if isinstance(self.model_init_kwargs, str):
