@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"__init__", "data", "forest", "ops", "models", "monitor", "rollout", "trainers", "planning", "neuron"},
 }
 # Where a package may be seen only through one of its modules.
-ONLY_THROUGH = {("forest", "data"): {"trellium.data.sequence"}}
+ONLY_THROUGH = {("forest", "data"): {"trellium.data.sequence", "trellium.data.samples"}}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

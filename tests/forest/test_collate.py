@@ -34,7 +34,8 @@ def test_every_batch_keeps_the_laws_and_says_what_the_rows_say(rows, multiple):
     assert length % (multiple or 1) == 0
     assert length < max(map(len, rows)) + (multiple or 1)
     assert edges % (multiple or 1) == 0
-    assert batch.real_tokens == sum(map(len, rows))
+    assert batch.real_tokens.tolist() == [len(row) for row in rows]
+    assert batch.sequence_tokens == sum(map(len, rows))
     # Read the edges back, plainly.
     expected = [
         (row * length + place - 1, token)
@@ -95,7 +96,8 @@ TREE = ForestBatch(
     edge_position=torch.tensor([0, 0, 1]),
     edge_target=torch.tensor([2, 4, 3]),
     edge_weight=torch.ones(3),
-    real_tokens=torch.tensor(6),
+    real_tokens=torch.tensor([6]),
+    sequence_tokens=torch.tensor(6),
 )
 
 
@@ -137,7 +139,7 @@ def test_a_planned_batch_says_the_same_in_the_smallest_shape_that_holds_it(rows)
     batch = ForestBatch(**planned_collator([len(row) for row in rows] + [12], rows=3)(data))
     check(batch)
     assert batch.input_ids.shape == (3, 8 if max(map(len, rows)) <= 8 else 16)
-    assert batch.real_tokens == plain.real_tokens
+    assert batch.real_tokens.sum() == plain.real_tokens.sum()
     length, width = plain.input_ids.shape[1], batch.input_ids.shape[1]
     edges = int((plain.edge_weight > 0).sum())
     assert (batch.edge_position // width * length + batch.edge_position % width)[:edges].tolist() == (
@@ -157,7 +159,9 @@ def test_a_partial_batch_is_filled_up_with_rows_nobody_trains():
 
 def test_a_batch_that_no_shape_holds_is_refused_by_row_and_length():
     collate = planned_collator([4, 4, 4], rows=2)
-    with pytest.raises(ConfigError, match="2 rows with 21 trained tokens, whose longest is row 1 with 20 tokens"):
+    with pytest.raises(
+        ConfigError, match="2 rows with 21 trained tokens, whose longest sequence is of row 1 with 20 tokens"
+    ):
         collate([prepared([(5, True)] * 3), prepared([(5, True)] * 20)])
     with pytest.raises(ConfigError, match="no planned shape holds a batch of 3 rows"):
         collate([prepared([(5, True)] * 3)] * 3)

@@ -35,7 +35,7 @@ def test_edges_say_what_the_sequences_train_each_with_the_sum_of_their_weights(g
     batch = trees(given, rows, groups=groups, pad_token_id=9, multiple=multiple, term_fields={})
     check(batch)
     keys = [f"{row} {group}" for row, group in zip(rows, groups, strict=True)]
-    assert int(batch.real_tokens) == len(prefixes([s.input_ids.tolist() for s in given], keys))
+    assert int(batch.real_tokens.sum()) == len(prefixes([s.input_ids.tolist() for s in given], keys))
     # Groups of a row look alike to a reader of the batch: their edges are told apart by their number only.
     expected: dict[tuple, dict[str, float]] = {}
     for one, row, group in zip(given, rows, groups, strict=True):
@@ -101,8 +101,8 @@ def test_a_batch_filled_up_to_a_shape_says_the_same_and_trains_nothing_more(give
     filled = trees(given, [0] * len(given), pad_token_id=9, shape=Shape(*sizes), term_fields={})
     check(filled)
     assert dataclasses.astuple(filled.shape) == tuple(sizes)
-    assert int(filled.real_tokens) == int(exact.real_tokens)
-    used = int(exact.real_tokens)
+    assert int(filled.real_tokens.sum()) == int(exact.real_tokens.sum())
+    used = int(exact.real_tokens.sum())
     assert torch.equal(filled.input_ids[0, :used], exact.input_ids[0, :used])
     assert torch.equal(filled.subtree_end[0, :used], exact.subtree_end[0, :used])
     assert (filled.input_ids[1:] == 9).all()

@@ -80,7 +80,7 @@ def test_sequences_that_share_a_prefix_share_rows_that_hold_their_trees(lists, c
     if sequences:
         batch = trees(sequences, [row_of[s] for s in range(len(lists))], groups=groups, pad_token_id=0)
         check(batch)
-        assert int(batch.real_tokens) == packing.tokens.sum()
+        assert int(batch.real_tokens.sum()) == packing.tokens.sum()
 
 
 @settings(max_examples=150, deadline=None)

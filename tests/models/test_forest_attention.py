@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.neuron import architectures
 from tests.ops.forests import grow
+from trellium.data.sequence import Sequence
 from trellium.errors import ModelError
+from trellium.forest.layout import trees
 from trellium.models import attention as reading_module
 from trellium.models.attention import forest_reading, forest_support, let_read_forests
 from trellium.models.scoring import install_scores
@@ -232,10 +235,11 @@ def test_generation_and_plain_calls_are_the_model_s_own_afterwards(kind, tmp_pat
         "eos_token_id": None,
     }
     assert model.generate(**arguments).equal(plain.generate(**arguments))
-    assert model(input_ids=prompt).logits.equal(plain(input_ids=prompt).logits)
+    logits = plain(input_ids=prompt).logits
+    torch.testing.assert_close(model(input_ids=prompt).logits, logits)
     model.save_pretrained(tmp_path)
     assert reading_module.IMPLEMENTATION not in (tmp_path / "config.json").read_text()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=prompt).logits.equal(plain(input_ids=prompt).logits)
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=prompt).logits, logits)
 
 
 def test_a_copy_reads_as_the_original_and_twice_is_once():
@@ -273,7 +277,7 @@ def test_what_cannot_read_trees_says_so_once_and_refuses_them(caplog):
     with caplog.at_level(logging.INFO, logger="trellium.models.attention"):
         models = [reader(small("mamba2")) for _ in range(2)]
     assert [record.message for record in caplog.records] == [
-        "Mamba2ForCausalLM: one sequence a row, because its layers of type linear_attention do not see by a mask"
+        "Mamba2ForCausalLM: one sequence a row, because its layers of type linear_attention do not see by a mask."
     ]
     with pytest.raises(RuntimeError, match="single chains"):
         forest_loss(models[0], tree_batch(BATCH))
@@ -310,11 +314,14 @@ def test_attention_dropout_that_was_turned_on_later_is_refused():
         forest_loss(model, tree_batch(BATCH))
 
 
-def test_router_losses_over_trees_are_refused():
+def test_router_losses_count_the_tokens_of_packed_rows_once_and_no_padding():
     model = install_scores(tiny_model("qwen3_moe", output_router_logits=True))
     assert not let_read_forests(model).shares
-    with pytest.raises(ModelError, match="output_router_logits=False"):
-        forest_loss(model, tree_batch(BATCH))
+    rows = [Sequence(np.arange(3 + length) % 60, np.ones(3 + length, dtype=bool)) for length in (4, 1, 6)]
+    packed = trees(rows, [0, 0, 0], groups=range(3), pad_token_id=0, multiple=8)
+    padded = trees(rows, range(3), pad_token_id=0)
+    losses = [model(**batch.tensors(), score_outputs=("logprob",)).aux_loss for batch in (packed, padded)]
+    torch.testing.assert_close(*losses)
 
 
 @pytest.mark.slow

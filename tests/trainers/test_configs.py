@@ -28,7 +28,7 @@ def test_bfloat16_can_be_asked_for_on_a_machine_without_accelerator(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"packing": True}, "packing=True is not supported yet"),
+        ({"activation_offloading": True}, "activation_offloading=True is not supported yet"),
         ({"activation_offloading": True}, "gradient_checkpointing"),
         ({"chat_template_path": "x.jinja"}, "processing_class"),
         ({"max_lenght": 3}, "Did you mean 'max_length'"),
@@ -49,8 +49,8 @@ def test_options_that_cannot_be_are_named(tmp_path, options, says):
 
 
 def test_options_that_come_later_may_ask_for_what_happens_anyway(tmp_path):
-    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, packing=False, padding_free=False, eval_packing=None)
-    assert not hasattr(config, "packing")
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, activation_offloading=False, chat_template_path=None)
+    assert not hasattr(config, "activation_offloading")
 
 
 def test_flags_are_parsed_from_the_command_line(tmp_path):

@@ -9,9 +9,11 @@ import torch
 from datasets import Dataset
 
 from tests.trainers.tiny_runs import losses, tiny_trainer, token_rows
+from trellium.data.samples import ReadTokens
 from trellium.errors import ConfigError, ModelError
+from trellium.forest.collate import ForestCollator
 from trellium.monitor import max_compiles
-from trellium.trainers.run_plan import RowSizes
+from trellium.trainers.run_plan import sizes_of
 
 STATIC = {"automatic_dynamic_shapes": False, "recompile_limit": 64}
 
@@ -29,18 +31,37 @@ def rows_of(lengths: list[int]) -> Dataset:
     return Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in rows])
 
 
-def compiled(folder, **options):
+def compiled(folder, layout="padded", **options):
     return tiny_trainer(
-        folder, torch_compile=True, torch_compile_backend="aot_eager", compile_regions="blocks", **options
+        folder,
+        torch_compile=True,
+        torch_compile_backend="aot_eager",
+        compile_regions="blocks",
+        layout=layout,
+        **options,
     )
 
 
 def test_row_sizes_are_counted_from_selected_and_shuffled_rows():
     rows = token_rows(20)
     chosen = rows.shuffle(seed=1).select(range(3, 15))
-    sizes = RowSizes.of(chosen)
-    assert sizes.lengths.tolist() == [len(row["input_ids"]) for row in chosen]
+    sizes = sizes_of(chosen, ForestCollator(0, read=ReadTokens()))
+    assert sizes.longest.tolist() == [len(row["input_ids"]) for row in chosen]
     assert sizes.trained.tolist() == [sum(label != -100 for label in row["labels"]) for row in chosen]
+
+
+def test_rows_that_were_not_planned_are_evaluated_and_told(tmp_path, caplog):
+    trainer = compiled(tmp_path, train_dataset=rows_of([5] * 4), shapes=["8"], max_steps=1)
+    trainer.train()
+    metrics = trainer.evaluate(rows_of([4, 12]))
+    assert metrics["eval_num_tokens"] == 16
+    assert trainer.predict(rows_of([13])).metrics["test_num_tokens"] == 13
+    assert "compiled after the warm-up, in evaluation" in caplog.text
+
+
+def test_strict_shapes_need_shapes_that_are_compiled_ahead(tmp_path):
+    with pytest.raises(ConfigError, match="strict_shapes=True, but no shapes are compiled before the run"):
+        tiny_trainer(tmp_path, strict_shapes=True)
 
 
 def test_twelve_lengths_on_a_plan_of_four_shapes_compile_four_graph_pairs(tmp_path):
@@ -74,7 +95,8 @@ def test_twelve_lengths_on_neuron_compile_four_graph_pairs_ahead_of_time_and_tra
     assert losses(trainer) == pytest.approx(losses(eager), rel=1e-4)
 
 
-def test_nothing_is_compiled_after_the_warm_up_whatever_batches_come(tmp_path):
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_nothing_is_compiled_after_the_warm_up_whatever_batches_come(tmp_path, layout):
     options = {
         "train_dataset": rows_of([5, 6, 9, 9, 12, 16, 7, 8, 11, 13]),  # batches of 4: the last is of 2
         "eval_dataset": rows_of([4, 10, 15]),
@@ -83,9 +105,10 @@ def test_nothing_is_compiled_after_the_warm_up_whatever_batches_come(tmp_path):
         "max_steps": -1,
         "num_train_epochs": 2,
     }
-    plain = tiny_trainer(tmp_path / "plain", **options)
+    plain = tiny_trainer(tmp_path / "plain", layout="padded", **options)
     plain.train()
-    trainer = compiled(tmp_path / "planned", shapes=["8", "16"], strict_shapes=True, **options)
+    shapes = {"padded": ["8", "16"], "shared": ["8", "16", "52"]}[layout]  # 52: four rows that share nothing
+    trainer = compiled(tmp_path / "planned", layout, shapes=shapes, strict_shapes=True, **options)
     trainer.train()
     assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
     evaluated = [
@@ -129,6 +152,11 @@ def test_a_plan_of_more_shapes_than_the_recompile_limit_makes_room_for_them(tmp_
 def test_given_lengths_must_hold_the_longest_row(tmp_path):
     with pytest.raises(ConfigError, match="row 1 has 9 tokens, the longest planned shape 8"):
         compiled(tmp_path, train_dataset=rows_of([5, 9]), shapes=["4", "8"])
+
+
+def test_given_lengths_must_hold_a_whole_batch_where_it_is_one_row(tmp_path):
+    with pytest.raises(ConfigError, match=r"a batch may have 14 tokens in its one row, the longest given shape 9\."):
+        compiled(tmp_path, "packed", train_dataset=rows_of([5, 9]), shapes=["9"])
 
 
 @pytest.mark.parametrize("shapes", ["bucket", [], ["0"], ["8", "x"]])

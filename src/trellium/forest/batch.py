@@ -52,17 +52,24 @@ class Terms:
         edge: `[T]` int64, the edge whose score it reads; several terms may read one edge.
         sample: `[T]` int64, whose term it is: the sequence's place in the batch as it was given.
         weight: `[T]` float32, the weight of its sample; 0 for terms that fill up `T`.
+        last_position: `[S]` int64, for each sample, trained or not, the place of its last token in the flattened `[R * L]` batch.
         fields: per name `[T]` float32 or int64, what the sample brought for this token: advantages, old log-probabilities …; 0 where it fills up.
     """
 
     edge: Tensor
     sample: Tensor
     weight: Tensor
+    last_position: Tensor
     fields: Mapping[str, Tensor]
 
     def tensors(self) -> dict[str, Tensor]:
-        """`term_edge`, `term_sample`, `term_weight`, and `term_<name>` for each field."""
-        fixed = {"term_edge": self.edge, "term_sample": self.sample, "term_weight": self.weight}
+        """`term_edge`, `term_sample`, `term_weight`, `sample_position`, and `term_<name>` for each field."""
+        fixed = {
+            "term_edge": self.edge,
+            "term_sample": self.sample,
+            "term_weight": self.weight,
+            "sample_position": self.last_position,
+        }
         return fixed | {f"term_{name}": field for name, field in self.fields.items()}
 
 
@@ -78,7 +85,8 @@ class ForestBatch:
         edge_target: `[E]` int64, the token it must predict.
         edge_weight: `[E]` float32, its weight in a loss that is linear in the log-probability: the sum of the weights of the sequences that
             train it; 0 for edges that fill up `E`.
-        real_tokens: `[]` int64, tokens of the batch that are not padding.
+        real_tokens: `[R]` int64, tokens of each row that are not padding, which stand in front; a shared one counts once.
+        sequence_tokens: `[]` int64, tokens of the sequences it holds; a shared one counts for each of them.
         terms: for losses that need each sample's own fields; None where nobody asked for them.
     """
 
@@ -89,6 +97,7 @@ class ForestBatch:
     edge_target: Tensor
     edge_weight: Tensor
     real_tokens: Tensor
+    sequence_tokens: Tensor
     terms: Terms | None = None
 
     def tensors(self) -> dict[str, Tensor]:

@@ -1,5 +1,11 @@
 """Prepared dataset rows to the one batch form: what a trainer gives its data loader.
 
+Which rows are in a batch is the sampler's decision. How their sequences lie is a layout, which never changes the mathematics:
+
+- `padded`: one sequence a row, padded on the right;
+- `packed`: the sequences of a batch one behind the other in one row, or, where the dataset's rows are packed, each of them a row;
+- `shared`: the same, and sequences that begin alike share those tokens.
+
 Linear in tokens. Where the shapes of a run are planned, a batch is filled up to the smallest planned shape that holds it; else
 `pad_to_multiple_of` makes both the row length and the number of edges multiples, so that a device that compiles per shape meets few of them.
 """
@@ -8,21 +14,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from trellium.data.samples import ReadTokens, RowReader, Samples
 from trellium.data.sequence import Sequence
 from trellium.errors import ConfigError
-from trellium.forest.batch import Shape
-from trellium.forest.layout import chains
+from trellium.forest.batch import ForestBatch, Shape
+from trellium.forest.layout import TermFields, chains, trees
 from trellium.forest.shapes import ShapePlan
+from trellium.forest.trie import prefix_order
+
+Layout = Literal["padded", "packed", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
 class ForestCollator:
-    """Collate rows of `input_ids` and `labels` (-100: not a target) into the tensors of a `ForestBatch`: one sequence a row, padded on the right.
+    """Collate prepared rows into the tensors of a `ForestBatch`.
 
     Attributes:
         pad_token_id: the token of padding.
@@ -30,6 +42,11 @@ class ForestCollator:
         plan: the shapes a batch may have.
         evaluation: whether the batches are of evaluation, whose planned shapes are others.
         strict: whether a batch that no planned shape holds is an error; else it is rounded up to the multiple, as where nothing is planned.
+        layout: how sequences lie in rows.
+        read: how rows become sequences.
+        terms: whether each sample reads its own scores. Then the batch also holds `row_weight` `[B]`, 1 for rows of the dataset, and the columns.
+        columns: columns of numbers that rows bring: each becomes `row_<name>`, `[B]` float32.
+        batch_rows: `B` that a batch of terms is filled up to, where shapes are static; None for as many as come.
 
     Raises:
         ConfigError: a multiple below 1, or no pad token.
@@ -40,6 +57,11 @@ class ForestCollator:
     plan: ShapePlan | None = None
     evaluation: bool = False
     strict: bool = True
+    layout: Layout = "padded"
+    read: RowReader = field(default_factory=ReadTokens)
+    terms: bool = False
+    columns: tuple[str, ...] = ()
+    batch_rows: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
@@ -51,25 +73,81 @@ class ForestCollator:
             raise ConfigError(f"pad_to_multiple_of must be at least 1, or none, got {self.pad_to_multiple_of}")
 
     def __call__(self, rows: Ordered[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Rows to the mapping `ForestBatch.tensors()`.
+        """Rows to the mapping `ForestBatch.tensors()`, and what `terms` adds.
 
         Raises:
             DatasetError: an empty batch or an empty row.
             ConfigError: a batch that no planned shape holds, where that is strict; names its longest row.
         """
-        sequences = [Sequence.from_row(dict(row)) for row in rows]
-        shape = None if self.plan is None or not sequences else self._shape(sequences, self.plan)
-        multiple = self.pad_to_multiple_of or 1
-        return chains(sequences, pad_token_id=self.pad_token_id, multiple=multiple, shape=shape).tensors()
+        samples = self.read(rows)
+        term_fields: TermFields | None = {} if self.terms else None
+        shape = None if self.plan is None or not samples.sequences else self._shape(samples, self.plan)
+        batch = self._lay(samples, shape, term_fields)
+        return batch.tensors() | (self._of_rows(rows, batch) if self.terms else {})
 
-    def _shape(self, sequences: list[Sequence], plan: ShapePlan) -> Shape | None:
-        lengths = [len(sequence) for sequence in sequences]
-        edges = sum(int(sequence.trained.sum()) for sequence in sequences)
-        shape = plan.shape_for(max(lengths), len(sequences), edges, evaluation=self.evaluation)
+    def _lay(self, samples: Samples, shape: Shape | None, term_fields: TermFields | None) -> ForestBatch:
+        sizes: dict[str, Any] = {"multiple": self.pad_to_multiple_of or 1, "shape": shape}
+        options = {"pad_token_id": self.pad_token_id, "term_fields": term_fields, **sizes}
+        if self.layout == "padded" or not samples.sequences:
+            return chains(samples.sequences, **options)
+        apart = None if self.layout == "shared" else range(len(samples.sequences))
+        return trees(samples.sequences, self._rows_of(samples), groups=apart, **options)
+
+    def _rows_of(self, samples: Samples) -> np.ndarray:
+        """`[S]`, in which row of the batch each sequence lies."""
+        if self.layout == "padded":
+            return np.arange(len(samples.sequences), dtype=np.int64)
+        return np.zeros_like(samples.row) if self.one_row else samples.row
+
+    def _of_rows(self, rows: Ordered[Mapping[str, Any]], batch: ForestBatch) -> dict[str, Tensor]:
+        """What is one number a row of the dataset; and the samples' places, filled up to as many rows."""
+        fill = max(self.batch_rows or 0, len(rows)) - len(rows)
+        values = {f"row_{name}": [float(row[name]) for row in rows] for name in self.columns}
+        values["row_weight"] = [1.0] * len(rows)
+        tensors = {name: torch.tensor([*numbers, *[0.0] * fill]) for name, numbers in values.items()}
+        assert batch.terms is not None
+        assert self.read.samples_per_row is not None
+        last = batch.terms.last_position
+        missing = (fill + len(rows)) * self.read.samples_per_row - len(last)
+        tensors["sample_position"] = torch.nn.functional.pad(last, (0, missing))
+        return tensors
+
+    def idle(self, shape: Shape) -> dict[str, Tensor]:
+        """A batch of a planned shape with one token, which is not trained."""
+        sequence = Sequence(np.asarray([self.pad_token_id]), np.zeros(1, dtype=bool))
+        batch = chains([sequence], pad_token_id=self.pad_token_id, shape=shape, term_fields={} if self.terms else None)
+        return batch.tensors() | (self._of_rows([], batch) if self.terms else {})
+
+    @property
+    def one_row(self) -> bool:
+        """Whether all sequences of a batch lie in one row."""
+        return self.layout != "padded" and "seq_lengths" not in self.read.columns
+
+    def sizes_of(self, rows: Ordered[Mapping[str, Any]]) -> Shape:
+        """The sizes that a batch of these rows needs at least."""
+        return self._needed(self.read(rows))
+
+    def _needed(self, samples: Samples) -> Shape:
+        sequences = samples.sequences
+        trained = sum(int(sequence.trained.sum()) for sequence in sequences)
+        row_of = self._rows_of(samples)
+        if self.layout == "shared":
+            order = prefix_order([sequence.input_ids for sequence in sequences], row_of)
+            tokens = np.bincount(row_of[order.order], order.lengths - order.shared)
+        else:
+            tokens = np.bincount(row_of, [len(sequence) for sequence in sequences])
+        longest = int(tokens.max())
+        edges = min(trained, longest * len(tokens)) if self.layout == "shared" else trained
+        return Shape(len(tokens), longest, edges, max(trained, 1) if self.terms else 0)
+
+    def _shape(self, samples: Samples, plan: ShapePlan) -> Shape | None:
+        needed = self._needed(samples)
+        shape = plan.shape_for(needed.length, needed.rows, needed.edges, needed.terms, evaluation=self.evaluation)
         if shape is None and self.strict:
+            lengths = [len(sequence) for sequence in samples.sequences]
             longest = lengths.index(max(lengths))
             raise ConfigError(
-                f"no planned shape holds a batch of {len(sequences)} rows with {edges} trained tokens, whose longest is row {longest} with "
-                f"{lengths[longest]} tokens. Plan a longer shape (shapes), or cut rows with max_length.\nPlanned:\n{plan}"
+                f"no planned shape holds a batch of {needed.rows} rows with {needed.edges} trained tokens, whose longest sequence is of row "
+                f"{int(samples.row[longest])} with {lengths[longest]} tokens. Plan a longer shape (shapes), or cut rows with max_length.\nPlanned:\n{plan}"
             )
         return shape

@@ -135,6 +135,7 @@ def _lay(
     parent = np.zeros(len(trie), dtype=np.int64)
     parent[arrow_to] = arrow_from
     before = parent[leads]
+    last = trie.path[trie.start[1:] - 1]
     total = np.bincount(arrow_to, weights[of_sequence], minlength=len(trie))[leads]
     return ForestBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -143,13 +144,15 @@ def _lay(
         edge_position=_filled(row[before] * sizes.length + place[before], sizes.edges),
         edge_target=_filled(trie.token[leads], sizes.edges),
         edge_weight=_filled(total.astype(np.float32), sizes.edges),
-        real_tokens=torch.tensor(len(trie)),
+        real_tokens=_filled(used, sizes.rows),
+        sequence_tokens=torch.tensor(len(trie.path)),
         terms=None
         if term_fields is None
         else Terms(
             edge=_filled((np.cumsum(leads) - 1)[arrow_to], sizes.terms),
             sample=_filled(of_sequence, sizes.terms),
             weight=_filled(weights[of_sequence], sizes.terms),
+            last_position=torch.from_numpy(row[last] * sizes.length + place[last]),
             fields={
                 name: _filled(_field(name, values, trie.start)[of_path], sizes.terms)
                 for name, values in term_fields.items()
@@ -243,8 +246,13 @@ def check(batch: ForestBatch) -> None:
     _check_edges(batch, children)
     if batch.terms is not None:
         _check_terms(batch.edge_weight, batch.terms)
-    if not 0 <= int(batch.real_tokens) <= input_ids.size:
-        raise ValueError(f"real_tokens must lie in [0, {input_ids.size}], got {int(batch.real_tokens)}")
+    real = batch.real_tokens
+    if real.shape != (len(input_ids),) or (real < 0).any() or (real > input_ids.shape[1]).any():
+        raise ValueError(f"real_tokens must be [{len(input_ids)}] in [0, {input_ids.shape[1]}], got {real.tolist()}")
+    if int(real.sum()) > int(batch.sequence_tokens):
+        raise ValueError(
+            f"{int(real.sum())} real tokens cannot be more than the {int(batch.sequence_tokens)} of the sequences"
+        )
 
 
 def _check_rows(input_ids: np.ndarray, positions: np.ndarray, ends: np.ndarray) -> set[tuple[int, int]]:

@@ -31,12 +31,13 @@ class Feed:
     """What a run feeds to one kind of graph.
 
     Attributes:
-        lengths: `[n]`, tokens of every row (packed rows, where rows are packed).
-        rows: `R`, rows of a batch on one device.
+        lengths: `[n]`, tokens of every row (packed rows, where rows are packed; whole batches, where each is one row).
+        rows: how many of them are drawn for a batch on one device.
         batches: how many batches the run will feed on one device, micro-batches counted singly: steps · accumulation, or evaluations · batches of one.
         cost: seconds of its shapes.
         trained: `[n]`, trained tokens of every row; None for all but its first.
         terms: `[n]`, terms of every row; None for batches without terms.
+        shape_rows: `R` of its shapes, where that is not how many are drawn: what is drawn may lie in several rows of a batch.
     """
 
     lengths: Ordered[int] | np.ndarray
@@ -45,6 +46,7 @@ class Feed:
     cost: StepCost
     trained: Ordered[int] | np.ndarray | None = None
     terms: Ordered[int] | np.ndarray | None = None
+    shape_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -252,11 +254,12 @@ class _Histogram:
         feed = self.feed
         trained = np.maximum(self._sorted - 1, 0) if feed.trained is None else np.asarray(feed.trained)[self._order]
         terms = None if feed.terms is None else np.asarray(feed.terms)[self._order]
+        rows = feed.shape_rows or feed.rows
         return [
             Shape(
-                feed.rows,
+                rows,
                 int(length),
-                min(self._most(trained[:count]), int(length) * feed.rows),
+                min(self._most(trained[:count]), int(length) * rows),
                 0 if terms is None else self._most(terms[:count]),
             )
             for length, count in zip(lengths, np.searchsorted(self._sorted, lengths, side="right"), strict=True)

@@ -142,7 +142,7 @@ def let_read_forests(model: nn.Module) -> ForestSupport:
             if support.shares
             else "packed rows, no shared prefixes"
         )
-        logger.info("%s: %s, because %s", type(base).__name__, what, support.reason)
+        logger.warning("%s: %s, because %s.", type(base).__name__, what, support.reason)
     return support
 
 
@@ -251,7 +251,8 @@ def _read(
         raise ModelError(
             f"{name} wants dropout, a position bias or no causality in its attention: a forest has none of them"
         )
-    if sliding_window is None and _slides(module):
+    # Looked at eagerly only, as the measurement runs: a graph that read the layer's index would be a graph for each layer.
+    if sliding_window is None and not torch.compiler.is_compiling() and _slides(module):
         raise ModelError(
             f"{name} is a sliding layer by its configuration, but does not say its window to the attention function"
         )

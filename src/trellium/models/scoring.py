@@ -170,6 +170,7 @@ def _score(
     fused_loss: str | None = None,
     edge_weight: Tensor | None = None,
     real_tokens: Tensor | None = None,
+    sequence_tokens: Tensor | None = None,
     **kwargs: Any,
 ) -> ScoreOutput:
     # PEFT and trainers name optional arguments of a plain call; None says nothing.
@@ -199,10 +200,6 @@ def _score(
         # exact for models that build masks without positions, take no positions, or carry a state from left to right.
     elif position_ids is None:
         raise TypeError("a scoring call of a model that reads forests needs position_ids")
-    elif routers:
-        raise ModelError(
-            f"{type(model).__name__} reads rows of trees, over which its load-balancing loss is not known. Set output_router_logits=False."
-        )
     else:
         arguments |= forest_arguments(reading, subtree_end, position_ids, head.weight.dtype)
     outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments)
@@ -223,7 +220,7 @@ def _score(
         raise TypeError(f"a scoring call with fused_loss={fused_loss!r} needs edge_weight")
     else:
         loss_sum, scores = weighted_nll(edges, head.weight, edge_target, edge_weight, **options, mode=fused_loss)
-    aux_loss = _load_balancing_loss(model, base, outputs.router_logits, subtree_end) if routers else None
+    aux_loss = _load_balancing_loss(model, base, outputs.router_logits, input_ids, real_tokens) if routers else None
     found = {name: getattr(scores, name) for name in score_outputs}
     return ScoreOutput(**found, loss_sum=loss_sum, aux_loss=aux_loss)
 
@@ -327,9 +324,13 @@ def _measure_head(model: PreTrainedModel, backbone: nn.Module, head: nn.Module, 
 
 
 def _load_balancing_loss(
-    model: PreTrainedModel, base: type[PreTrainedModel], router_logits: Any, subtree_end: Tensor
+    model: PreTrainedModel,
+    base: type[PreTrainedModel],
+    router_logits: Any,
+    input_ids: Tensor,
+    real_tokens: Tensor | None,
 ) -> Tensor:
-    """The model's own auxiliary loss, over the tokens that are not padding."""
+    """The model's own auxiliary loss, over the tokens that are not padding. Exact where no sequences share tokens, which is the layout's affair."""
     module = sys.modules[base.__module__]
     function = getattr(module, "load_balancing_loss_func", None)
     known = ["gate_logits", "num_experts", "top_k", "attention_mask"]
@@ -344,6 +345,7 @@ def _load_balancing_loss(
             f"{base.__name__} has output_router_logits on, but no load-balancing loss that is known here. "
             "Set output_router_logits=False (router_aux_loss_coef=0)."
         )
-    place = torch.arange(subtree_end.shape[1], device=subtree_end.device)
-    real = (place < subtree_end[:, :1]).to(torch.int64)  # the first chain of each row is its sequence
-    return function(router_logits, *experts, real)
+    if real_tokens is None:
+        raise TypeError("a scoring call with output_router_logits needs real_tokens")
+    place = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return function(router_logits, *experts, (place < real_tokens[:, None]).to(torch.int64))

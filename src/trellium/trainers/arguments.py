@@ -19,7 +19,7 @@ FOREST_FIELDS = (
     "edge_weight",
     "real_tokens",
 )
-"""What a batch must hold: the tensors of a `trellium.forest.batch.ForestBatch`."""
+"""What a batch must hold, and the model is called with: tensors of a `trellium.forest.batch.ForestBatch`."""
 
 _REFUSED = {
     "compute_metrics": "it works on full logits, which are never made here. The held-out loss, entropy and mean_token_accuracy are logged as they are",

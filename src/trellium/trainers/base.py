@@ -26,8 +26,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from trellium.capabilities import capabilities
+from trellium.data.samples import ReadTokens, RowReader
 from trellium.errors import ConfigError, DatasetError
 from trellium.forest.collate import ForestCollator
+from trellium.forest.shapes import ShapePlan
 from trellium.models.blocks import compile_blocks
 from trellium.models.scoring import ScoreOutput, install_scores
 from trellium.monitor import ledger
@@ -44,6 +46,7 @@ from trellium.trainers.checkpoints import (
     warn_of_other_runs,
     write_model_card,
 )
+from trellium.trainers.layouts import layout_of
 from trellium.trainers.mixture import RouterLoss
 from trellium.trainers.resuming import ResumingTrainer, refused_by_transformers
 from trellium.trainers.run_plan import plan_run
@@ -84,6 +87,12 @@ class BaseTrainer(ResumingTrainer):
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     method: ClassVar[str] = ""
     score_outputs: ClassVar[tuple[str, ...]] = ("logprob",)
+    needs_terms: ClassVar[bool] = False
+    """Whether the loss reads each sample's own scores, rather than edges by their weight."""
+    row_columns: tuple[str, ...] = ()
+    """Columns of numbers that the loss reads, one a row of the dataset."""
+    fused_loss: str | None = None
+    """The loss, by its name in `trellium.ops.head_nll`, whose gradients are made while it is scored; None where the loss is made of scores."""
     loss_is_scaled_for_ga = True  # transformers: do not divide by the accumulation steps
     data_collator: Any
     resume_point: str | None = None
@@ -121,13 +130,15 @@ class BaseTrainer(ResumingTrainer):
             _keep_batches_apart(args)
         train_dataset = self._prepare(train_dataset, "train")
         eval_dataset = self._prepare(eval_dataset, "eval")
-        self.plan = plan_run(args, model, train_dataset, eval_dataset) if data_collator is None else None
+        self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
+        self.plan: ShapePlan | None = None
         if data_collator is None:
-            data_collator = ForestCollator(pad_token_id(processing_class), args.row_multiple, self.plan)
+            self.data_collator = self._own_collator(model)
+            self.plan = plan_run(args, model, self.collator_for, train_dataset, eval_dataset)
+            data_collator = replace(self.data_collator, plan=self.plan)
         else:
             check_collator(data_collator, train_dataset)
         self._compiles_blocks = args.compiles_blocks(model)
-        self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         with refused_by_transformers("these options"):
             super().__init__(
                 model=model,
@@ -162,6 +173,10 @@ class BaseTrainer(ResumingTrainer):
     def prepare_dataset(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         """Raw rows to the columns that the collator reads."""
         raise NotImplementedError
+
+    def row_reader(self, *, evaluation: bool = False) -> RowReader:
+        """How a prepared row of training or evaluation becomes sequences; here one, of `input_ids` and `labels`."""
+        return ReadTokens()
 
     def compute_scored_loss(self, scores: ScoreOutput, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:
         """The loss `[]` of a batch from its edges' scores: a sum divided by `normalizer`."""
@@ -216,8 +231,35 @@ class BaseTrainer(ResumingTrainer):
         with self.args.main_process_first(desc=f"{name} dataset preparation"):
             return self.prepare_dataset(dataset, name)
 
+    def _own_collator(self, model: nn.Module) -> ForestCollator:
+        """From prepared rows to batches, in the layout that the model reads."""
+        args, read = self.args, self.row_reader()
+        return ForestCollator(
+            pad_token_id(self.processing_class),
+            args.row_multiple,
+            layout=layout_of(model, args.layout, packed_rows="seq_lengths" in read.columns),
+            read=read,
+            terms=self.needs_terms,
+            columns=self.row_columns,
+            batch_rows=args.per_device_train_batch_size if args.row_multiple or args.plans_shapes else None,
+        )
+
+    def collator_for(self, *, evaluation: bool) -> ForestCollator:
+        """The trainer's collator for batches of training or of evaluation, whose planned shapes are others."""
+        collator, args = self.data_collator, self.args
+        if not evaluation:
+            return collator
+        return replace(
+            collator,
+            evaluation=True,
+            strict=args.strict_shapes,
+            read=self.row_reader(evaluation=True),
+            batch_rows=collator.batch_rows and args.per_device_eval_batch_size,
+        )
+
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["input_ids", "labels"]
+        readers = (self.row_reader(), self.row_reader(evaluation=True))
+        self._signature_columns = [*self.row_columns, *{name: None for read in readers for name in read.columns}]
 
     # ---- the step ----
 
@@ -239,7 +281,7 @@ class BaseTrainer(ResumingTrainer):
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
         """The share that a micro-batch has in its step's loss, `[]`; see `transformers.Trainer.compute_loss`."""
-        scores = self._score(model, inputs)
+        scores = self.score(model, inputs)
         count = self.count_items(inputs) if num_items_in_batch is None else num_items_in_batch
         loss = self.compute_scored_loss(scores, inputs, count.clamp(min=1))
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -250,9 +292,12 @@ class BaseTrainer(ResumingTrainer):
         self._record("train" if model.training else "eval", scores, inputs)
         return (loss, scores) if return_outputs else loss
 
-    def _score(self, model: nn.Module, inputs: dict[str, Any]) -> ScoreOutput:
+    def score(self, model: nn.Module, inputs: dict[str, Any]) -> ScoreOutput:
+        """The scores of a batch's edges that the method needs."""
         check_batch(inputs)
-        return model(**{name: inputs[name] for name in FOREST_FIELDS}, score_outputs=self.score_outputs)
+        fields = {name: inputs[name] for name in FOREST_FIELDS}
+        fused = self.fused_loss if torch.is_grad_enabled() else None
+        return model(**fields, score_outputs=self.score_outputs, fused_loss=fused)
 
     def _record(self, mode: str, scores: ScoreOutput, inputs: dict[str, Tensor]) -> None:
         """Add a batch to the metrics, on the device."""
@@ -263,9 +308,12 @@ class BaseTrainer(ResumingTrainer):
                 sink.add_mean(name, (values.detach().float() * trained).sum(), trained.sum())
         if scores.aux_loss is not None:
             sink.add_mean("aux_loss", scores.aux_loss, torch.ones_like(scores.aux_loss))
-        sink.add_count("num_tokens", inputs["real_tokens"])
+        tokens, forest_tokens = inputs["sequence_tokens"], inputs["real_tokens"].sum()
+        sink.add_count("num_tokens", tokens)
+        sink.add_mean("packing_ratio", tokens, forest_tokens)
+        sink.add_mean("fill", forest_tokens, torch.full_like(forest_tokens, inputs["input_ids"].numel()))
         if mode == "train":
-            self._step_tokens.append(inputs["real_tokens"])
+            self._step_tokens.append(tokens)
             sink.add_count("trained_tokens", (inputs["edge_weight"] > 0).sum())
             self.throughput.forwarded(inputs["input_ids"].numel())
 
@@ -275,7 +323,7 @@ class BaseTrainer(ResumingTrainer):
         """Add a held-out batch to the sums of the evaluation; there is nothing to gather batch by batch."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            scores = self._score(model, inputs)
+            scores = self.score(model, inputs)
             self._sinks["eval"].add_mean(
                 "loss", self.compute_scored_loss(scores, inputs, 1.0), self.count_items(inputs)
             )
@@ -300,8 +348,8 @@ class BaseTrainer(ResumingTrainer):
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         collator = self.data_collator
-        if isinstance(collator, ForestCollator) and not is_training:
-            self.data_collator = replace(collator, evaluation=True, strict=self.args.strict_shapes)
+        if isinstance(collator, ForestCollator):
+            self.data_collator = self.collator_for(evaluation=not is_training)
         try:
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)
         finally:

@@ -21,6 +21,7 @@ from trellium.capabilities import capabilities
 from trellium.errors import ConfigError, unknown_name
 from trellium.models.blocks import repeated_blocks
 from trellium.trainers.known_options import KnownOptions, NotYet
+from trellium.trainers.layouts import LAYOUTS
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,7 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
     where the hardware computes in it, `logging_nan_inf_filter` False (a loss that is not finite is logged as it is, and no micro-batch waits for
     the host to look at it).
 
-    Of TRL's fields these come later and are refused until then: `packing`, `packing_strategy`, `eval_packing`, `padding_free`,
-    `activation_offloading`, `chat_template_path`. `use_liger_kernel` and `label_smoothing_factor` of `TrainingArguments` are refused as well.
+    Of TRL's fields these come later and are refused until then: `activation_offloading`, `chat_template_path`. `use_liger_kernel` and `label_smoothing_factor` of `TrainingArguments` are refused as well.
     """
 
     not_yet: ClassVar[dict[str, NotYet]] = {}
@@ -85,6 +85,14 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         default="auto",
         metadata={
             "help": "Round row lengths up to a multiple: a number, 'none', or 'auto' for 128 where every new shape is compiled, else none."
+        },
+    )
+
+    layout: str = field(
+        default="auto",
+        metadata={
+            "help": "How the sequences of a batch lie: 'padded', one a row; 'packed', one behind the other; 'shared', those that begin alike share tokens; "
+            "'auto': shared where that is exact for the model. It never changes the loss."
         },
     )
 
@@ -255,6 +263,8 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
             )
         if (problem := unknown_shapes(self.shapes)) is not None:
             raise ConfigError(problem)
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if self.compile_regions not in COMPILE_REGIONS:
             raise ConfigError(
                 f"compile_regions must be one of {', '.join(COMPILE_REGIONS)}, got {self.compile_regions!r}"

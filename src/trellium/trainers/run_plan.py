@@ -1,10 +1,11 @@
 """The shapes of a run, planned from its rows before it starts.
 
 Where the model is compiled and every new shape is a compilation, the rows' lengths are counted and `forest.shapes` chooses the few shapes that cost
-the least; `trainers.warm_up` compiles them.
+the least; `trainers.warm_up` compiles them. Where all sequences of a batch lie in one row, batches are drawn as the sampler would, to see how long they
+get; one more shape holds the longest that could ever come.
 
 What a shape costs is measured where the ledger knows of compilations in this process, and estimated otherwise: seconds of a product on the host
-that computes, times the model's parameters. Cost: a pass over the labels, and a product of two matrices.
+that computes, times the model's parameters. Cost: a pass over the labels, a few hundred batches, and a product of two matrices.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +22,9 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from trellium.data.sequence import IGNORE_INDEX
+from trellium.data.samples import RowSizes
 from trellium.errors import ConfigError
+from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import Feed, ShapePlan, plan_shapes
 from trellium.forest.step_cost import StepCost
 from trellium.monitor import ledger
@@ -32,37 +35,22 @@ logger = logging.getLogger(__name__)
 COMPILE_SECONDS = 20.0
 """What a shape is taken to cost to compile, forward and backward, until the ledger knows better: a block on two cores (`benchmarks/regions.py`)."""
 
+DRAWN_BATCHES = 256
+"""How many batches are drawn to see how long they get, where a batch is one row."""
+
 FORWARD_SHARE = 1 / 3
 """What a step of evaluation costs of one of training: a backward is two forwards."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowSizes:
-    """Per row of a prepared dataset: its tokens, and how many of them are trained."""
-
-    lengths: np.ndarray
-    trained: np.ndarray
-
-    @classmethod
-    def of(cls, dataset: Dataset) -> RowSizes:
-        """Counted without making Python numbers of the tokens."""
-        lengths, trained = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-        for table in dataset.select_columns(["input_ids", "labels"]).with_format("arrow").iter(batch_size=10_000):
-            labels = table["labels"].combine_chunks()
-            ends = np.cumsum(np.asarray(labels.value_lengths(), dtype=np.int64))
-            counted = np.append(0, np.cumsum(np.asarray(labels.flatten()) != IGNORE_INDEX))
-            starts = np.append(0, ends)[:-1]
-            lengths.append(ends - starts)
-            trained.append(counted[ends] - counted[starts])
-        return cls(np.concatenate(lengths), np.concatenate(trained))
-
-
-def plan_run(args: BaseConfig, model: nn.Module, training: Any, evaluation: Any) -> ShapePlan | None:
+def plan_run(
+    args: BaseConfig, model: nn.Module, collator_for: Callable[..., ForestCollator], training: Any, evaluation: Any
+) -> ShapePlan | None:
     """The plan of a run, or None where shapes are not planned: nothing is compiled ahead, or the rows are not known before they come.
 
     Args:
         args: the run's options; `shapes`, `max_graphs`, `row_multiple`.
         model: whose parameters a step's seconds are estimated from.
+        collator_for: how rows become batches, of `evaluation` or not.
         training: the prepared rows.
         evaluation: prepared rows, a mapping of several, or None.
 
@@ -85,35 +73,77 @@ def plan_run(args: BaseConfig, model: nn.Module, training: Any, evaluation: Any)
             rounded,
         )
         return None
-    rows = RowSizes.of(training)
     cost = step_cost(args, model)
     steps = args.max_steps if args.max_steps > 0 else _steps_of_epochs(args, len(training))
-    batches = steps * args.gradient_accumulation_steps
-    plan = plan_shapes(
-        Feed(rows.lengths, args.per_device_train_batch_size, batches, cost, rows.trained),
-        _evaluation_feed(args, cost, [RowSizes.of(part) for part in sets], steps),
-        shapes=args.given_shapes,
-        step=args.row_multiple or 1,
-        max_graphs=args.max_graphs,
-    )
+    in_order = args.train_sampling_strategy == "sequential"
+    drawn = _Drawn(args.per_device_train_batch_size, steps * args.gradient_accumulation_steps, in_order, args.seed)
+    feeds = [_feed(collator_for(evaluation=False), [training], drawn, cost)]
+    if sets:
+        rows = args.per_device_eval_batch_size
+        batches = sum(math.ceil(len(part) / (rows * args.world_size)) for part in sets)
+        cheaper = replace(cost, token=cost.token * FORWARD_SHARE, compile_seconds=cost.compile_seconds * FORWARD_SHARE)
+        drawn = _Drawn(rows, _evaluations(args, steps) * batches, True, 0)
+        feeds.append(_feed(collator_for(evaluation=True), sets, drawn, cheaper))
+    if any(feed.shape_rows == 1 for feed in feeds) and not isinstance(args.given_shapes, str):
+        _check_given(args.given_shapes, feeds)
+    plan = plan_shapes(*feeds, shapes=args.given_shapes, step=args.row_multiple or 1, max_graphs=args.max_graphs)
     if args.process_index == 0:
         logger.warning("Planned shapes (seconds are estimates for this host):\n%s", plan)
     return plan
 
 
-def _evaluation_feed(args: BaseConfig, cost: StepCost, sets: list[RowSizes], steps: int) -> Feed | None:
-    if not sets:
-        return None
-    rows = args.per_device_eval_batch_size
-    batches = sum(math.ceil(len(part.lengths) / (rows * args.world_size)) for part in sets)
-    cheaper = replace(cost, token=cost.token * FORWARD_SHARE, compile_seconds=cost.compile_seconds * FORWARD_SHARE)
-    return Feed(
-        np.concatenate([part.lengths for part in sets]),
-        rows,
-        _evaluations(args, steps) * batches,
-        cheaper,
-        np.concatenate([part.trained for part in sets]),
-    )
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """How rows are drawn for batches: how many for one, how many batches, in order or not."""
+
+    rows: int
+    batches: float
+    in_order: bool
+    seed: int
+
+
+def _feed(collator: ForestCollator, sets: list[Dataset], drawn: _Drawn, cost: StepCost) -> Feed:
+    """What is fed to one kind of graph. Where a batch is one row, its lengths are those of batches drawn as the sampler draws, and the most that any can have."""
+    sizes = RowSizes.together([sizes_of(part, collator) for part in sets])
+    if not collator.one_row:
+        rows = drawn.rows * (collator.read.samples_per_row or 1)
+        terms = sizes.trained if collator.terms else None
+        return Feed(sizes.longest, drawn.rows, drawn.batches, cost, sizes.trained, terms, rows)
+    tokens = sizes.forest_tokens if collator.layout == "shared" else sizes.tokens
+    lengths = [collator.sizes_of(rows).length for part in sets for rows in _batches(part, collator, drawn)]
+    lengths.append(max(_most(tokens, drawn.rows), max(lengths)))
+    trained = np.full(len(lengths), _most(sizes.trained, drawn.rows))
+    return Feed(lengths, 1, drawn.batches, cost, trained, np.maximum(trained, 1) if collator.terms else None, 1)
+
+
+def sizes_of(dataset: Dataset, collator: ForestCollator) -> RowSizes:
+    """The sizes of every row, counted without making Python numbers of the tokens."""
+    columns = dataset.select_columns(list(collator.read.columns)).with_format("arrow")
+    return RowSizes.together([collator.read.sizes(table) for table in columns.iter(batch_size=10_000)])
+
+
+def _batches(dataset: Dataset, collator: ForestCollator, drawn: _Drawn) -> Iterator[list[dict]]:
+    """Up to `DRAWN_BATCHES` batches as a run would draw them."""
+    columns = dataset.select_columns(list(collator.read.columns))
+    count = min(DRAWN_BATCHES, math.ceil(len(dataset) / drawn.rows))
+    order = np.arange(len(dataset)) if drawn.in_order else np.random.default_rng(drawn.seed).permutation(len(dataset))
+    for index in np.linspace(0, math.ceil(len(dataset) / drawn.rows) - 1, count).astype(np.int64):
+        chosen = columns[order[index * drawn.rows : (index + 1) * drawn.rows]]
+        yield [dict(zip(chosen, row, strict=True)) for row in zip(*chosen.values(), strict=True)]
+
+
+def _most(counts: np.ndarray, rows: int) -> int:
+    """What `rows` rows have at most together."""
+    return int(np.sort(counts)[-rows:].sum())
+
+
+def _check_given(lengths: list[int], feeds: list[Feed]) -> None:
+    most = max(int(max(feed.lengths)) for feed in feeds if feed.shape_rows == 1)
+    if max(lengths) < most:
+        raise ConfigError(
+            f"a batch may have {most} tokens in its one row, the longest given shape {max(lengths)}. Give one of at least {most} (shapes), smaller "
+            "batches, or layout=padded for a row a sequence."
+        )
 
 
 def _evaluations(args: BaseConfig, steps: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -11,6 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trellium.data.prepare import PrepareOptions, prepare_dataset
+from trellium.data.samples import ReadTokens
+from trellium.forest.packed_rows import pack_rows
 from trellium.models.scoring import ScoreOutput
 from trellium.ops import losses
 from trellium.trainers.base import BaseTrainer
@@ -83,8 +86,10 @@ class SFTTrainer(BaseTrainer):
     def prepare_dataset(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         """Rows of any accepted kind to `input_ids` and `labels`."""
         args = self.args
+        packs = args.packing if name == "train" else args.packs_evaluation
+        cuts = not packs or args.packing_strategy == "bfd"  # the others split what is longer
         options = PrepareOptions(
-            max_length=args.max_length,
+            max_length=args.max_length if cuts else None,
             truncation_mode=args.truncation_mode,
             completion_only_loss=args.completion_only_loss,
             assistant_only_loss=args.assistant_only_loss,
@@ -93,12 +98,27 @@ class SFTTrainer(BaseTrainer):
             num_proc=args.dataset_num_proc,
             formatting_func=self._formatting_func,
             skip_prepare=args.skip_prepare_dataset,
-            limits=self.token_limits,
+            limits=self.token_limits if cuts else replace(self.token_limits, positions=None),
             name=name,
         )
         prepared = prepare_dataset(dataset, self.processing_class, options)
+        if packs and "seq_lengths" not in (prepared.column_names or ()):
+            if args.shuffle_dataset:
+                prepared = prepared.shuffle(seed=args.seed)
+            prepared = pack_rows(prepared, args.max_length, args.packing_strategy, name=name)
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
+
+    def row_reader(self, *, evaluation: bool = False) -> ReadTokens:
+        """One sequence a row, or as many as were packed into it."""
+        return ReadTokens(packed=self.args.packs_evaluation if evaluation else self.args.packing)
+
+    @property
+    def fused_loss(self) -> str | None:  # type: ignore[override]
+        """The loss is linear in the log-probabilities, so its gradients are made while they are scored."""
+        return self.args.loss_type
 
     def compute_scored_loss(self, scores: ScoreOutput, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:
         """The loss `[]` that `loss_type` names."""
+        if scores.loss_sum is not None:
+            return scores.loss_sum / normalizer
         return _LOSSES[self.args.loss_type](scores.logprob, inputs["edge_weight"], normalizer)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from trellium.data.prepare import TRUNCATION_MODES
 from trellium.errors import ConfigError
+from trellium.forest.packing import Strategy
 from trellium.trainers.base_config import BaseConfig
 from trellium.trainers.known_options import NotYet
 
 LOSS_TYPES = ("nll", "dft")
 _DATASET_KWARGS = ("skip_prepare_dataset",)
-
-_PADDED = "Every row is padded to its batch's longest: leave it unset."
+PACKING_STRATEGIES = get_args(Strategy)
 
 
 @dataclass
@@ -21,10 +21,6 @@ class SFTConfig(BaseConfig):
     """What `SFTTrainer` can be told. `BaseConfig` says which of TRL's options come later."""
 
     not_yet: ClassVar[dict[str, NotYet]] = {
-        "packing": NotYet(False, _PADDED),
-        "packing_strategy": NotYet("bfd", _PADDED, also=("bfd_split", "wrapped")),
-        "eval_packing": NotYet(None, _PADDED, also=(False,)),
-        "padding_free": NotYet(False, _PADDED),
         "activation_offloading": NotYet(
             False, "gradient_checkpointing saves most of the memory it would: leave it unset."
         ),
@@ -64,6 +60,22 @@ class SFTConfig(BaseConfig):
         default="keep_start", metadata={"help": "Which end of a longer row stays: keep_start or keep_end."}
     )
     shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle the prepared dataset once, with the seed."})
+    packing: bool = field(
+        default=False,
+        metadata={"help": "Fill rows of max_length with several sequences each, which do not see each other."},
+    )
+    packing_strategy: str = field(
+        default="bfd",
+        metadata={
+            "help": "bfd: whole sequences, best fit decreasing, what is longer is cut; bfd_split: what is longer becomes several; wrapped: one behind the "
+            "other, cut where a row is full."
+        },
+    )
+    eval_packing: bool | None = field(default=None, metadata={"help": "Pack the held-out rows. Unset: as packing."})
+    padding_free: bool = field(
+        default=False,
+        metadata={"help": "Ask for batches without padding, which layout=auto gives wherever the model can read them."},
+    )
     completion_only_loss: bool | None = field(
         default=None, metadata={"help": "Train completions only. Unset: yes for prompt-completion rows."}
     )
@@ -87,6 +99,14 @@ class SFTConfig(BaseConfig):
             raise ConfigError(
                 f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {self.truncation_mode!r}"
             )
+        if self.packing_strategy not in PACKING_STRATEGIES:
+            raise ConfigError(
+                f"packing_strategy must be one of {', '.join(PACKING_STRATEGIES)}, got {self.packing_strategy!r}"
+            )
+        if (self.packing or self.eval_packing) and self.max_length is None:
+            raise ConfigError("packing=True fills rows up to max_length, which is unset. Set max_length.")
+        if self.padding_free and self.layout == "padded":
+            raise ConfigError("padding_free=True and layout='padded' exclude each other. Leave layout at 'auto'.")
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(
                 f"max_length must be at least 2, one token to predict from and one to predict; got {self.max_length}"
@@ -102,6 +122,11 @@ class SFTConfig(BaseConfig):
             raise ConfigError(
                 f"dataset_kwargs has the one key {_DATASET_KWARGS[0]!r}, got {', '.join(map(repr, unknown))}"
             )
+
+    @property
+    def packs_evaluation(self) -> bool:
+        """Whether held-out rows are packed."""
+        return self.packing if self.eval_packing is None else self.eval_packing
 
     @property
     def skip_prepare_dataset(self) -> bool:

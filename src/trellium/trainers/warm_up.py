@@ -10,14 +10,11 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 
-from trellium.data.sequence import Sequence
 from trellium.errors import ModelError
-from trellium.forest.layout import chains
 from trellium.forest.shapes import PlannedShape, ShapePlan
 from trellium.monitor import ledger
 
@@ -59,22 +56,17 @@ def make_room(plan: ShapePlan) -> None:
 
 
 def _run(trainer: BaseTrainer, model: nn.Module, planned: PlannedShape) -> None:
-    inputs = trainer._prepare_inputs(idle_batch(planned, trainer.data_collator.pad_token_id))
+    collator = trainer.collator_for(evaluation=planned.evaluation)
+    inputs = trainer._prepare_inputs(collator.idle(planned.shape))
     model.train(not planned.evaluation)
     with torch.set_grad_enabled(not planned.evaluation), trainer.compute_loss_context_manager():
-        scores = trainer._score(model, inputs)
+        scores = trainer.score(model, inputs)
         loss = trainer.compute_scored_loss(scores, inputs, 1.0)
         if scores.aux_loss is not None:
             loss = loss + 0.0 * scores.aux_loss
     if not planned.evaluation:
         trainer.accelerator.backward(loss)
         model.zero_grad(set_to_none=True)
-
-
-def idle_batch(planned: PlannedShape, pad_token_id: int) -> dict[str, Tensor]:
-    """A batch of a planned shape with one token, which is not trained."""
-    sequence = Sequence(np.asarray([pad_token_id]), np.zeros(1, dtype=bool))
-    return chains([sequence], pad_token_id=pad_token_id, shape=planned.shape).tensors()
 
 
 # ---- after it
