@@ -14,7 +14,9 @@ from transformers import TrainerCallback
 
 from tests.trainers.tiny_runs import tiny_trainer, token_rows
 from trellium.cli.interruption import stop_on_interrupt
-from trellium.cli.sft import stopped_message
+from trellium.cli.training import stopped_message
+
+COMMAND = ["trellium", "sft"]
 
 
 class Press(TrainerCallback):
@@ -86,7 +88,7 @@ def test_the_second_press_stops_at_once(tmp_path):
     trainer = interrupted_run(tmp_path, Press("on_substep_end", 0, times=2))
     assert trainer.state.global_step == 0
     assert trainer.resume_point is None
-    assert "Nothing was saved" in stopped_message(trainer, [])
+    assert "Nothing was saved" in stopped_message(trainer, COMMAND, [])
 
 
 def test_a_press_in_the_last_step_lets_the_run_end_as_usual(tmp_path):
@@ -100,7 +102,7 @@ def test_the_message_names_no_checkpoint_of_an_earlier_run(tmp_path, caplog):
     assert "earlier run" not in caplog.text
     trainer = interrupted_run(tmp_path, Press("on_step_begin", 0))
     assert "holds checkpoint-5 of an earlier run" in caplog.text
-    assert "Nothing was saved" in stopped_message(trainer, ["--max_steps", "6"])
+    assert "Nothing was saved" in stopped_message(trainer, COMMAND, ["--max_steps", "6"])
 
 
 def test_a_resumed_run_that_saved_nothing_yet_goes_on_from_where_it_was_resumed(tmp_path, caplog):
@@ -111,7 +113,7 @@ def test_a_resumed_run_that_saved_nothing_yet_goes_on_from_where_it_was_resumed(
         train(again, resume_from_checkpoint=trainer.resume_point)
     assert again.resume_point == trainer.resume_point
     assert "earlier run" not in caplog.text
-    said = stopped_message(again, ["--resume_from_checkpoint", "x", "--seed", "1"])
+    said = stopped_message(again, COMMAND, ["--resume_from_checkpoint", "x", "--seed", "1"])
     assert said.endswith(f"trellium sft --seed 1 --resume_from_checkpoint {trainer.resume_point}")
 
 

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from trellium import SFTConfig
 from trellium.cli import main
 from trellium.cli.early_checks import option_names
+from trellium.cli.sft import METHOD
 from trellium.cli.training_options import option_parser
 from trellium.errors import ConfigError
 from trellium.trainers.config_file import read_config_file, yaml_value
@@ -98,7 +99,9 @@ def test_words_of_a_config_file_stay_words_where_a_word_is_wanted(tmp_path, word
     file.write_text(
         f"report_to: none\nsave_strategy: no\nmodel_revision: {word}\nuse_cpu: true\noutput_dir: {tmp_path}\n"
     )
-    _, model, config = option_parser(SFTConfig).parse_options(*read_config_file(["--config", str(file)]))
+    _, model, config = option_parser(SFTConfig, METHOD.defaults).parse_options(
+        *read_config_file(["--config", str(file)])
+    )
     assert model.model_revision == word
     assert config.save_strategy == "no"
 
@@ -109,7 +112,7 @@ def test_words_of_a_config_file_stay_words_where_a_word_is_wanted(tmp_path, word
 def test_words_of_a_config_file_are_booleans_where_one_is_wanted(tmp_path, word, means):
     file = tmp_path / "c.yaml"
     file.write_text(f"use_cpu: true\noutput_dir: {tmp_path}\nuse_peft: {word}\n")
-    _, model, _ = option_parser(SFTConfig).parse_options(*read_config_file(["--config", str(file)]))
+    _, model, _ = option_parser(SFTConfig, METHOD.defaults).parse_options(*read_config_file(["--config", str(file)]))
     assert model.use_peft is means
 
 
@@ -153,9 +156,9 @@ def test_slips_are_told_before_anything_heavy_is_imported(here):
 
 
 def test_the_names_read_from_sources_are_those_of_the_parser():
-    parsed = {action.dest for action in option_parser(SFTConfig)._actions}
-    assert parsed <= option_names()
-    extra = option_names() - parsed - set(option_parser(SFTConfig).not_yet)
+    parsed = {action.dest for action in option_parser(SFTConfig, METHOD.defaults)._actions}
+    assert parsed <= option_names(METHOD.sources)
+    extra = option_names(METHOD.sources) - parsed - set(option_parser(SFTConfig, METHOD.defaults).not_yet)
     assert all(hasattr(TrainingArguments, name) for name in extra)
 
 

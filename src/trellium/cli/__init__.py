@@ -34,6 +34,9 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "trellium.cli.demo", "fine-tune a real model on an emulated core, and check the result"),
     Command("sft", "trellium.cli.sft", "fine-tune a language model on your examples"),
+    Command("dpo", "trellium.cli.dpo", "teach a language model which of two answers is better"),
+    Command("kto", "trellium.cli.kto", "teach a language model from answers marked good or bad"),
+    Command("reward", "trellium.cli.reward", "train a model that says how good an answer is"),
     Command("cache", "trellium.cli.cache", "the compiled graphs on disk: info, export, import, clear"),
     Command("env", "trellium.cli.env", "versions, accelerators, and what of them is emulated"),
     Command("neuron-ls", "trellium.cli.neuron_ls", "the Neuron devices of this machine and their cores"),

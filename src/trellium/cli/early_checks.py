@@ -13,44 +13,50 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from trellium.data.places import PYTHON_DOCS, check_dataset_name
+from trellium.data.places import check_dataset_name
 from trellium.errors import ConfigError, unknown_name
 from trellium.models.places import model_place
 from trellium.trainers.checkpoints import resumable_checkpoint, resume_choice
 from trellium.trainers.script_options import DTYPES, ModelConfig, ScriptArguments
 
-DEFAULTS = {"dataset_name": PYTHON_DOCS, "output_dir": "runs/sft"}
-"""What a training command takes where its user says nothing."""
+BASE_SOURCES = (("trainers/base_config.py", "BaseConfig"),)
+"""Where the options are defined that every trainer has, beside transformers' own."""
 
-_SOURCES = (
-    ("transformers", "training_args.py", "TrainingArguments"),
-    ("trellium", "trainers/base_config.py", "BaseConfig"),
-    ("trellium", "trainers/sft_config.py", "SFTConfig"),
-)
+Sources = Sequence[tuple[str, str]]
+"""Files below `trellium`, and the dataclass in each."""
 
 
-def check_early(flags: Sequence[str], options: dict[str, Any], path: str) -> None:
+def check_early(
+    flags: Sequence[str], options: dict[str, Any], path: str, sources: Sources, defaults: dict[str, Any]
+) -> None:
     """Raise for an option nobody knows and for a value that is seen to be wrong; what is not seen to be is left to later.
 
     Args:
         flags: the command line's, which win.
         options: the config file's keys and values.
         path: the config file's name, for messages.
+        sources: where the command's options are defined.
+        defaults: what the command takes where its user says nothing.
 
     Raises:
         TrelliumError: what came, the rule, and the way out.
     """
     given = flag_values(flags)
-    known = option_names()
+    known = option_names(sources)
     for where, names in ((f"{path}: ", options), ("", given)):
         for name in names:
             positive = name.removeprefix("no_") if name.startswith("no_") else name
             if name not in known and positive not in known:
                 raise ConfigError(f"{where}{unknown_name('there is no option', name, known)} --help lists them.")
-    values = {**DEFAULTS, **options, **given}
+    values = {**defaults, **options, **given}
+    if "dataset_name" not in values:
+        raise ConfigError(
+            "there are no rows to train on: give --dataset_name, a file (.jsonl, .json, .csv, .parquet), a folder of them, or a Hub name. "
+            "--help shows what a row must hold."
+        )
     check_dataset_name(_text(values["dataset_name"]))
     model_place(_text(values.get("model_name_or_path")))
-    output_dir = _text(values["output_dir"]) or DEFAULTS["output_dir"]
+    output_dir = _text(values["output_dir"]) or defaults["output_dir"]
     _check_output_dir(output_dir)
     resume = resume_choice(values.get("resume_from_checkpoint"))
     if isinstance(resume, str):  # which is the last one is looked up when training begins
@@ -60,11 +66,12 @@ def check_early(flags: Sequence[str], options: dict[str, Any], path: str) -> Non
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
-def option_names() -> set[str]:
-    """The options of `trellium sft`, with those of TRL that are answered by name."""
+def option_names(sources: Sources) -> set[str]:
+    """The options of a training command, with those of TRL that are answered by name."""
     names = {entry.name for one in (ScriptArguments, ModelConfig) for entry in fields(one)}
     names |= {*ScriptArguments.not_yet, *ModelConfig.not_yet}
-    for package, file, class_name in _SOURCES:
+    places = [("transformers", "training_args.py", "TrainingArguments")]
+    for package, file, class_name in [*places, *(("trellium", *source) for source in sources)]:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(f"the package {package} is not installed, and training needs it: pip install {package}")

@@ -12,7 +12,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 if TYPE_CHECKING:
     from torch import nn
 
-    from trellium.trainers.sft import SFTTrainer
+    from trellium.trainers.base import BaseTrainer
 
 
 class PlanPrinter(TrainerCallback):
@@ -96,7 +96,7 @@ def rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
-def print_summary(trainer: SFTTrainer, metrics: dict[str, float], seconds: float) -> None:
+def print_summary(trainer: BaseTrainer, metrics: dict[str, float], seconds: float) -> None:
     """What the run did, in a few lines."""
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]

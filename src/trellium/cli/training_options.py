@@ -12,18 +12,18 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from trellium.cli.early_checks import DEFAULTS
 from trellium.trainers.script_options import ModelConfig, ScriptArguments
 from trellium.trainers.script_parser import TrlParser
 
 
 def parse_options(
-    config_class: type, flags: Sequence[str], options: dict[str, Any], path: str
+    config_class: type, defaults: dict[str, Any], flags: Sequence[str], options: dict[str, Any], path: str
 ) -> tuple[ScriptArguments, ModelConfig, Any]:
     """The options of a training command: rows, model, and the trainer's config.
 
     Args:
         config_class: the trainer's config, e.g. `SFTConfig`.
+        defaults: the command's own.
         flags: the command line's, which win.
         options: the config file's keys and values.
         path: the config file's name, for messages.
@@ -31,14 +31,14 @@ def parse_options(
     Raises:
         ConfigError: an option nobody knows (with the nearest known one), one of TRL's that is not here yet, or a value that cannot be.
     """
-    data, model, config = option_parser(config_class).parse_options(flags, options, path)
+    data, model, config = option_parser(config_class, defaults).parse_options(flags, options, path)
     return data, model, config
 
 
-def option_parser(config_class: type) -> TrlParser:
+def option_parser(config_class: type, defaults: dict[str, Any]) -> TrlParser:
     """The parser of data, model and trainer options, with a command's defaults."""
     parser = TrlParser([ScriptArguments, ModelConfig, config_class], add_help=False)
-    parser.set_defaults(**DEFAULTS)
+    parser.set_defaults(**defaults)
     return parser
 
 
@@ -83,10 +83,12 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return kind.upper() if kind in ("int", "float", "str") else "VALUE"
 
 
-def help_text(config_class: Any, command: str, about: str, examples: str, *, everything: bool) -> str:
+def help_text(
+    config_class: Any, command: str, about: str, examples: str, *, defaults: dict[str, Any], everything: bool
+) -> str:
     """The help of a training command: ours first, in groups; all of transformers' options only if `everything`."""
     actions: dict[str, argparse.Action] = {}
-    for action in option_parser(config_class)._actions:
+    for action in option_parser(config_class, defaults)._actions:
         actions.setdefault(action.dest, action)  # a flag that is on by default has a --no_ twin after it
     inherited = {entry.name for entry in fields(TrainingArguments)}
     method = [entry.name for entry in fields(config_class) if entry.name not in inherited]

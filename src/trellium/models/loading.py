@@ -32,13 +32,25 @@ def load_model(name_or_path: str | os.PathLike | None = None, **init_kwargs: Any
     Raises:
         ModelError: nothing there, nothing that can be read, only weights in pickles, or weights without a tensor that the model needs.
     """
+    return load_with(AutoModelForCausalLM, name_or_path, **init_kwargs)
+
+
+def load_with(
+    auto_class: Any, name_or_path: str | os.PathLike | None, *, new: str | None = None, **init_kwargs: Any
+) -> PreTrainedModel:
+    """A model of one of transformers' auto classes; otherwise as `load_model`.
+
+    Args:
+        new: how the names of tensors begin that need not be in the weights, and are then drawn anew.
+    """
     where = _resolve(name_or_path)
     options = {"dtype": "float32", "trust_remote_code": False, "use_safetensors": True, **init_kwargs}
     _check_dtype(options["dtype"])
     with _explained(where):
         # Sizes are compared below, by name; transformers prints a report and raises without any.
         asked = {**options, "ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, found = AutoModelForCausalLM.from_pretrained(where, **asked)
+        model, found = auto_class.from_pretrained(where, **asked)
+    found["missing_keys"] = [name for name in found["missing_keys"] if new is None or not name.startswith(new)]
     _check_complete(where, model, found, other_sizes=bool(init_kwargs.get("ignore_mismatched_sizes")))
     return model
 

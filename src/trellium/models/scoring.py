@@ -1,9 +1,7 @@
 """Give a causal language model a second way to be called: edges in, scores out, no logits.
 
-`install_scores` replaces the class of one model instance by a subclass that differs in `forward` only. Called with `edge_position`, that
-runs the backbone on the forest, gathers the hidden states that predict something, and scores their targets against the head
-(`trellium.ops.head`). Called in any other way it is the model's own forward. So DDP, accelerate, PEFT and FSDP wrap one forward call; generation, saving,
-copying and pickling are the model's own; tied embeddings receive both gradients.
+Called with `edge_position`, the model runs its backbone on the forest, gathers the hidden states that predict something, and scores their targets against
+the head (`trellium.ops.head`). Called in any other way it is the model's own forward (`trellium.models.forwards`). Tied embeddings receive both gradients.
 
 What the head does to its product (scale, soft cap, bias) is read from the configuration and then *measured* once: the model's own forward, with
 its backbone replaced for that call by a known hidden state, must give the logits that we would. A model whose head does something else is refused
@@ -12,7 +10,6 @@ by name instead of being trained on wrong probabilities. That costs two rows of 
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 import sys
 from collections.abc import Sequence
@@ -27,6 +24,7 @@ from transformers.utils import ModelOutput
 
 from trellium.errors import ModelError
 from trellium.models.attention import forest_arguments, forest_reading
+from trellium.models.forwards import has_second_forward, replace_forward
 from trellium.ops.attention import rows_are_chains
 from trellium.ops.head import token_scores, weighted_nll
 
@@ -42,6 +40,7 @@ class ScoreOutput(ModelOutput):
         mean_logit: `[E]`, the mean over the vocabulary of its logits.
         top1: `[E]` bool, whether the target was the most likely token.
         loss_sum: `[]`, Σ edge_weight · -logprob where `fused_loss` was asked for; then it alone is differentiable. Its backward can run once.
+        reference_logprob: `[E]`, what a reference policy says of the same edges; a trainer puts it here.
         aux_loss: `[]`, the load-balancing loss of a mixture of experts, without its coefficient; None unless the model's configuration has
             `output_router_logits`.
     """
@@ -52,6 +51,7 @@ class ScoreOutput(ModelOutput):
     mean_logit: Tensor | None = None
     top1: Tensor | None = None
     loss_sum: Tensor | None = None
+    reference_logprob: Tensor | None = None
     aux_loss: Tensor | None = None
 
 
@@ -84,7 +84,7 @@ def install_scores(model: nn.Module) -> nn.Module:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
         raise ModelError(f"scores need a causal language model of transformers, got {type(base).__name__}")
-    if isinstance(base, _Scores):
+    if has_second_forward(base):
         return model
     name = type(base).__name__
     if base.config.is_encoder_decoder:
@@ -93,67 +93,8 @@ def install_scores(model: nn.Module) -> nn.Module:
     transform = _head_transform(base)
     if not any(parameter.is_meta for parameter in head.parameters()):
         _measure_head(base, backbone, head, transform)
-    original = base.__dict__.pop("forward", None)
-    if original is not None:
-        if "_old_forward" not in base.__dict__:
-            raise ModelError(
-                f"the forward of this {name} was already replaced on the instance; install scores before wrapping or patching it"
-            )
-        base.__dict__["forward"] = original
-    base.__class__ = _scoring_class(type(base))
-    if original is not None:  # accelerate's hooks call what stood in `forward` when they were added
-        base._old_forward = type(base).forward.__get__(base)
+    replace_forward(base, "edge_position", _score)
     return model
-
-
-class _Scores:
-    """Marks the classes made by `_scoring_class`."""
-
-
-_SCORING_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
-
-
-def _scoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The one scoring subclass of `base`."""
-    if base not in _SCORING_CLASSES:
-        _SCORING_CLASSES[base] = _make_scoring_class(base)
-    return _SCORING_CLASSES[base]
-
-
-def _make_scoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """`base` with a forward that also scores: the same name and module, because both are written into checkpoints and read by registries."""
-
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("edge_position") is None:
-            return base.forward(self, *args, **kwargs)
-        if args:
-            raise TypeError("a scoring call takes keywords only")
-        return _score(self, base, **kwargs)
-
-    # Trainer and generate() ask which arguments the model takes. Not functools.wraps: accelerate follows __wrapped__ to unwrap its own wrappers.
-    forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
-    forward.__doc__ = base.forward.__doc__
-    forward.__qualname__ = base.forward.__qualname__
-
-    def __reduce_ex__(self: PreTrainedModel, protocol: Any) -> Any:
-        # The class cannot be found by name; its base can.
-        return _blank_scoring_model, (base,), self.__dict__
-
-    return type(
-        base.__name__,
-        (_Scores, base),
-        {
-            "forward": forward,
-            "__reduce_ex__": __reduce_ex__,
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
-        },
-    )
-
-
-def _blank_scoring_model(base: type[PreTrainedModel]) -> PreTrainedModel:
-    return copyreg.__newobj__(_scoring_class(base))  # type: ignore[attr-defined]
 
 
 def _score(

@@ -77,6 +77,16 @@ def check_batch(batch: Any) -> None:
         raise ConfigError(_wants_forest(f"the data collator's batch lacks {', '.join(missing)}"))
 
 
+def forest_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a batch that a model is called with.
+
+    Raises:
+        ConfigError: it is not one of a forest.
+    """
+    check_batch(batch)
+    return {name: batch[name] for name in FOREST_FIELDS}
+
+
 def _wants_forest(what: str) -> str:
     return (
         f"{what}. It must return the tensors of a trellium.forest.batch.ForestBatch; leave data_collator out for the one that does, "

@@ -31,12 +31,14 @@ from trellium.errors import ConfigError, DatasetError
 from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import ShapePlan
 from trellium.models.blocks import compile_blocks
-from trellium.models.scoring import ScoreOutput, install_scores
+from trellium.models.loading import load_model
+from trellium.models.reference import disable_dropout
+from trellium.models.scoring import install_scores
 from trellium.monitor import ledger
 from trellium.monitor.metrics import MetricSink
 from trellium.monitor.throughput import ThroughputMeter
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
-from trellium.trainers.arguments import FOREST_FIELDS, check_batch, check_collator, refuse_arguments
+from trellium.trainers.arguments import check_batch, check_collator, forest_fields, refuse_arguments
 from trellium.trainers.base_config import BaseConfig
 from trellium.trainers.checkpoint_checks import check_same_model
 from trellium.trainers.checkpoints import (
@@ -118,8 +120,9 @@ class BaseTrainer(ResumingTrainer):
         set_seed(args.seed)  # before an adapter's weights are drawn
         if processing_class is None:
             processing_class = tokenizer_of(model, args)
-        model = model_of(model, args)
-        model = wrap_with_adapter(install_scores(model), peft_config, args)
+        model = wrap_with_adapter(self.install(model_of(model, args, self.load)), peft_config, args)
+        if getattr(args, "disable_dropout", False):
+            disable_dropout(model)
         set_special_tokens(processing_class, args)
         self._check_iterable(train_dataset, args)
         self.processing_class = processing_class
@@ -170,6 +173,16 @@ class BaseTrainer(ResumingTrainer):
 
     # ---- what a method defines ----
 
+    @staticmethod
+    def load(name: str | os.PathLike | None, **options: Any) -> nn.Module:
+        """From a name to the model."""
+        return load_model(name, **options)
+
+    @staticmethod
+    def install(model: nn.Module) -> nn.Module:
+        """Let a model be called for the scores that the method needs."""
+        return install_scores(model)
+
     def prepare_dataset(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         """Raw rows to the columns that the collator reads."""
         raise NotImplementedError
@@ -178,13 +191,20 @@ class BaseTrainer(ResumingTrainer):
         """How a prepared row of training or evaluation becomes sequences; here one, of `input_ids` and `labels`."""
         return ReadTokens()
 
-    def compute_scored_loss(self, scores: ScoreOutput, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:
-        """The loss `[]` of a batch from its edges' scores: a sum divided by `normalizer`."""
+    def compute_scored_loss(self, scores: Any, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:
+        """The loss `[]` of a batch from its scores: a sum divided by `normalizer`."""
         raise NotImplementedError
 
     def count_items(self, inputs: dict[str, Tensor]) -> Tensor:
         """What a batch adds to the number its step's loss is divided by: `[]`, here the weights of the trained tokens."""
         return inputs["edge_weight"].sum()
+
+    def record(self, sink: MetricSink, scores: Any, inputs: dict[str, Tensor]) -> None:
+        """Add the method's own metrics of a batch, on the device; here means over the trained tokens."""
+        trained = (inputs["edge_weight"] > 0).float()
+        for name, values in (("entropy", scores.entropy), ("mean_token_accuracy", scores.top1)):
+            if values is not None:
+                sink.add_mean(name, (values.detach().float() * trained).sum(), trained.sum())
 
     # ---- construction ----
 
@@ -292,20 +312,16 @@ class BaseTrainer(ResumingTrainer):
         self._record("train" if model.training else "eval", scores, inputs)
         return (loss, scores) if return_outputs else loss
 
-    def score(self, model: nn.Module, inputs: dict[str, Any]) -> ScoreOutput:
-        """The scores of a batch's edges that the method needs."""
-        check_batch(inputs)
-        fields = {name: inputs[name] for name in FOREST_FIELDS}
+    def score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """The scores of a batch that the method needs; here a `ScoreOutput` of its edges."""
+        fields = forest_fields(inputs)
         fused = self.fused_loss if torch.is_grad_enabled() else None
         return model(**fields, score_outputs=self.score_outputs, fused_loss=fused)
 
-    def _record(self, mode: str, scores: ScoreOutput, inputs: dict[str, Tensor]) -> None:
+    def _record(self, mode: str, scores: Any, inputs: dict[str, Tensor]) -> None:
         """Add a batch to the metrics, on the device."""
         sink = self._sinks[mode]
-        trained = (inputs["edge_weight"] > 0).float()
-        for name, values in (("entropy", scores.entropy), ("mean_token_accuracy", scores.top1)):
-            if values is not None:
-                sink.add_mean(name, (values.detach().float() * trained).sum(), trained.sum())
+        self.record(sink, scores, inputs)
         if scores.aux_loss is not None:
             sink.add_mean("aux_loss", scores.aux_loss, torch.ones_like(scores.aux_loss))
         tokens, forest_tokens = inputs["sequence_tokens"], inputs["real_tokens"].sum()

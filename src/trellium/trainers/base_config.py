@@ -44,7 +44,14 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
     Of TRL's fields these come later and are refused until then: `activation_offloading`, `chat_template_path`. `use_liger_kernel` and `label_smoothing_factor` of `TrainingArguments` are refused as well.
     """
 
-    not_yet: ClassVar[dict[str, NotYet]] = {}
+    not_yet: ClassVar[dict[str, NotYet]] = {
+        "activation_offloading": NotYet(
+            False, "gradient_checkpointing saves most of the memory it would: leave it unset."
+        ),
+        "chat_template_path": NotYet(
+            None, "Set the tokenizer's chat_template and give the tokenizer as processing_class."
+        ),
+    }
     """Refused options of this config, by name."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
@@ -80,6 +87,23 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
     trust_remote_code: bool = field(
         default=False,
         metadata={"help": "Let a model's or tokenizer's repository run its own Python code while it is loaded."},
+    )
+    router_aux_loss_coef: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of a mixture of experts' load-balancing loss. Unset: what the model's configuration says; 0: none."
+        },
+    )
+    max_length: int | None = field(
+        default=1024, metadata={"help": "Cut longer rows to so many tokens; null (in a YAML file) leaves them whole."}
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize the dataset."})
+    eos_token: str | None = field(
+        default=None, metadata={"help": "The token that ends a text. Unset: the tokenizer's."}
+    )
+    pad_token: str | None = field(
+        default=None,
+        metadata={"help": "The token that pads. Unset: the tokenizer's; which one it is never changes the loss."},
     )
     pad_to_multiple_of: int | str | None = field(
         default="auto",
@@ -142,6 +166,7 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
             if hasattr(self, new) and getattr(self, new) is None:
                 setattr(self, new, getattr(self, old))
         super().__post_init__()
+        self._check_preparation()
         self._check_reports()
         self._check_checkpointing()
         self._check_backend()
@@ -199,6 +224,16 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         noise = self.neftune_noise_alpha
         if noise is not None and not (isinstance(noise, int | float) and 0 <= noise < 2**32):
             raise ConfigError(f"neftune_noise_alpha must be a number from 0, or unset for no noise, got {noise!r}")
+
+    def _check_preparation(self) -> None:
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(
+                f"max_length must be at least 2, one token to predict from and one to predict; got {self.max_length}"
+            )
+        if self.dataset_num_proc is not None and self.dataset_num_proc < 1:
+            raise ConfigError(
+                f"dataset_num_proc must be at least 1, or unset for one process, got {self.dataset_num_proc}"
+            )
 
     def _check_checkpointing(self) -> None:
         known = {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}

@@ -9,7 +9,6 @@ from trellium.data.prepare import TRUNCATION_MODES
 from trellium.errors import ConfigError
 from trellium.forest.packing import Strategy
 from trellium.trainers.base_config import BaseConfig
-from trellium.trainers.known_options import NotYet
 
 LOSS_TYPES = ("nll", "dft")
 _DATASET_KWARGS = ("skip_prepare_dataset",)
@@ -20,22 +19,7 @@ PACKING_STRATEGIES = get_args(Strategy)
 class SFTConfig(BaseConfig):
     """What `SFTTrainer` can be told. `BaseConfig` says which of TRL's options come later."""
 
-    not_yet: ClassVar[dict[str, NotYet]] = {
-        "activation_offloading": NotYet(
-            False, "gradient_checkpointing saves most of the memory it would: leave it unset."
-        ),
-        "chat_template_path": NotYet(
-            None, "Set the tokenizer's chat_template and give the tokenizer as processing_class."
-        ),
-    }
-
     learning_rate: float = field(default=2e-5, metadata={"help": "The first learning rate of AdamW."})
-    router_aux_loss_coef: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight of a mixture of experts' load-balancing loss. Unset: what the model's configuration says; 0: none."
-        },
-    )
     dataset_text_field: str = field(
         default="text", metadata={"help": "The column of a language-modelling dataset that holds the text."}
     )
@@ -44,17 +28,6 @@ class SFTConfig(BaseConfig):
         metadata={
             "help": "As JSON. The one key: skip_prepare_dataset, for rows that have input_ids and labels already."
         },
-    )
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize the dataset."})
-    eos_token: str | None = field(
-        default=None, metadata={"help": "The token that ends a text. Unset: the tokenizer's."}
-    )
-    pad_token: str | None = field(
-        default=None,
-        metadata={"help": "The token that pads. Unset: the tokenizer's; which one it is never changes the loss."},
-    )
-    max_length: int | None = field(
-        default=1024, metadata={"help": "Cut longer rows to so many tokens; null (in a YAML file) leaves them whole."}
     )
     truncation_mode: str = field(
         default="keep_start", metadata={"help": "Which end of a longer row stays: keep_start or keep_end."}
@@ -107,14 +80,6 @@ class SFTConfig(BaseConfig):
             raise ConfigError("packing=True fills rows up to max_length, which is unset. Set max_length.")
         if self.padding_free and self.layout == "padded":
             raise ConfigError("padding_free=True and layout='padded' exclude each other. Leave layout at 'auto'.")
-        if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(
-                f"max_length must be at least 2, one token to predict from and one to predict; got {self.max_length}"
-            )
-        if self.dataset_num_proc is not None and self.dataset_num_proc < 1:
-            raise ConfigError(
-                f"dataset_num_proc must be at least 1, or unset for one process, got {self.dataset_num_proc}"
-            )
         if isinstance(self.dataset_kwargs, str):
             raise ConfigError(f"dataset_kwargs must be a JSON object, got {self.dataset_kwargs!r}")
         unknown = sorted(set(self.dataset_kwargs or {}) - set(_DATASET_KWARGS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,8 +17,8 @@ from trellium.trainers.adapters import is_adapted
 from trellium.trainers.base_config import BaseConfig
 
 
-def model_of(model: Any, args: BaseConfig) -> nn.Module:
-    """The model itself, loaded if it is given by name or path.
+def model_of(model: Any, args: BaseConfig, load: Callable[..., nn.Module] = load_model) -> nn.Module:
+    """The model itself, loaded by `load` if it is given by name or path.
 
     Raises:
         ConfigError, ModelError: options for a model that is loaded already, or no model.
@@ -30,7 +31,7 @@ def model_of(model: Any, args: BaseConfig) -> nn.Module:
             )
         return model
     if model is None or isinstance(model, str | os.PathLike):
-        return load_model(model, **{"trust_remote_code": args.trust_remote_code, **options})
+        return load(model, **{"trust_remote_code": args.trust_remote_code, **options})
     raise ModelError(f"model must be a name, a path or a model, got {type(model).__name__}")
 
 

@@ -1,0 +1,185 @@
+"""Trainers that compare the policy with a reference: where its scores come from, and when it moves.
+
+The reference is the model at the moment training starts, or one that is given; it scores each batch before the policy does, or the whole dataset before
+the run (`precompute_ref_log_probs`), which is cached under a hash of its weights and the rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset, IterableDataset, concatenate_datasets
+from datasets.fingerprint import Hasher
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+from trellium.errors import ConfigError
+from trellium.models.attention import let_read_forests
+from trellium.models.blocks import compile_blocks
+from trellium.models.reference import ReferencePolicy
+from trellium.models.scoring import ScoreOutput
+from trellium.trainers.adapters import is_adapted
+from trellium.trainers.arguments import forest_fields
+from trellium.trainers.base import BaseTrainer
+from trellium.trainers.reference_config import ReferenceConfig
+from trellium.trainers.starting_point import model_of
+
+
+class ReferencedTrainer(BaseTrainer):
+    """A base for such trainers.
+
+    Args:
+        model: as for `BaseTrainer`.
+        ref_model: the reference, by name or as a model; None for `model` as it comes.
+        args: a `ReferenceConfig`.
+        **arguments: those of `BaseTrainer`.
+    """
+
+    args: Any
+    train_dataset: Any
+    eval_dataset: Any
+    needs_terms = True
+    reference_columns: ClassVar[tuple[str, ...]] = ()
+    """What the reference says of a row, where it is asked before the run."""
+    reference: ReferencePolicy | None = None
+
+    def __init__(
+        self, model: Any, ref_model: Any = None, args: ReferenceConfig | None = None, **arguments: Any
+    ) -> None:
+        if ref_model is not None and ref_model is model:
+            raise ConfigError(
+                "ref_model is the model itself, which would move with it. Leave ref_model out: the reference is the model as it is now."
+            )
+        super().__init__(model, args, **arguments)
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if sharded and ref_model is None and not self.args.precompute_ref_log_probs:
+            raise ConfigError(
+                "the weights are sharded over processes, so the reference cannot be kept beside them. Give ref_model, or set "
+                "precompute_ref_log_probs=True."
+            )
+        given = None if ref_model is None else self._ready(ref_model)
+        self.reference = ReferencePolicy(self.model, given)
+        if self.args.precompute_ref_log_probs:
+            self.train_dataset = self._with_reference(self.train_dataset, "train")
+            self.eval_dataset = self._with_reference(self.eval_dataset, "eval")
+            if given is None and not is_adapted(self.model):
+                self.reference = None
+        if self.args.sync_ref_model:
+            self.add_callback(_MoveReference(self))
+
+    def reference_values(self, logprob: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`reference_columns` `[B]` of a batch, from the reference's `[E]` log-probabilities."""
+        raise NotImplementedError
+
+    def _ready(self, ref_model: Any) -> nn.Module:
+        """A given reference, on the device, reading the layout that the policy reads."""
+        reference = self.install(model_of(ref_model, self.args, self.load)).to(self.args.device)
+        if self.data_collator.layout != "padded":
+            support = let_read_forests(reference)
+            if support.reading == "chains":
+                raise ConfigError(
+                    f"the reference reads one sequence a row, and the model rows of several: {support.reason}. Set layout=padded."
+                )
+        args = self.args
+        if self._compiles_blocks:
+            compile_blocks(
+                reference,
+                backend=args.torch_compile_backend,
+                mode=args.torch_compile_mode,
+                dynamic=self._dynamic_shapes,
+            )
+        elif args.torch_compile:
+            reference.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        return reference
+
+    @property
+    def row_columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.reference_columns if self.args.precompute_ref_log_probs else ()
+
+    def score(self, model: nn.Module, inputs: dict[str, Any]) -> ScoreOutput:
+        """The policy's scores, with the reference's where it was not asked before the run."""
+        reference = None
+        if not self.args.precompute_ref_log_probs:
+            assert self.reference is not None
+            reference = self.reference.logprob(model, forest_fields(inputs))
+        scores = super().score(model, inputs)
+        scores.reference_logprob = reference
+        return scores
+
+    # ---- before the run
+
+    def _prepare(self, dataset: Any, name: str) -> Any:
+        prepared = super()._prepare(dataset, name)
+        constructed = self.reference is not None or getattr(self, "model", None) is not None
+        return self._with_reference(prepared, name) if constructed and self.args.precompute_ref_log_probs else prepared
+
+    def _with_reference(self, dataset: Any, name: str) -> Any:
+        """The dataset with `reference_columns`."""
+        if isinstance(dataset, dict):
+            return {key: self._with_reference(part, f"{name} {key}") for key, part in dataset.items()}
+        if dataset is None or set(self.reference_columns) <= set(dataset.column_names or ()):
+            return dataset
+        if self.reference is None:
+            raise ConfigError(
+                f"{name}: precompute_ref_log_probs=True kept no reference to score new rows with. Give them to the trainer as eval_dataset, or give ref_model."
+            )
+        self.model_wrapped = self.model
+        if isinstance(dataset, IterableDataset):
+            size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
+            return dataset.map(self._score_rows, batched=True, batch_size=size)
+        fingerprint = Hasher.hash((dataset._fingerprint, self.reference.fingerprint(), self._reference_options()))
+        cache = dataset._get_cache_file_path(fingerprint)
+        if not (dataset.cache_files and os.path.exists(cache)):
+            columns: dict[str, list[float]] = {key: [] for key in self.reference_columns}
+            for part in self._reference_batches(dataset, name):
+                for key, values in part.items():
+                    columns[key] += values
+            scored = Dataset.from_dict(columns)
+            if not dataset.cache_files:  # rows in memory are not cached
+                return concatenate_datasets([dataset, scored], axis=1)
+            with self.args.main_process_first(desc=f"{name} reference scores"):
+                if not os.path.exists(cache):
+                    scored.map(cache_file_name=cache, new_fingerprint=fingerprint)
+        return concatenate_datasets([dataset, Dataset.from_file(cache)], axis=1)
+
+    def _reference_options(self) -> tuple:
+        """What the values depend on beside rows and weights."""
+        return (self.reference_columns,)
+
+    def _reference_batches(self, dataset: Dataset, name: str) -> Iterator[dict[str, list[float]]]:
+        size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
+        read = dataset.select_columns(list(self.row_reader().columns))
+        bar = tqdm(total=len(dataset), disable=self.args.disable_tqdm, desc=f"Reference scores of {name}", unit="row")
+        with bar:
+            for rows in read.iter(batch_size=size):
+                yield self._score_rows(rows)
+                bar.update(len(next(iter(rows.values()))))
+
+    @torch.no_grad()
+    def _score_rows(self, rows: dict[str, list]) -> dict[str, list[float]]:
+        """`reference_columns` of a batch of rows."""
+        assert self.reference is not None
+        collate = replace(self.collator_for(evaluation=True), columns=(), strict=False)
+        batch = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+        inputs = self._prepare_inputs(collate(batch))
+        with self.compute_loss_context_manager():
+            logprob = self.reference.logprob(self.model, forest_fields(inputs))
+        values = self.reference_values(logprob, inputs)
+        return {name: value[: len(batch)].tolist() for name, value in values.items()}
+
+
+class _MoveReference(TrainerCallback):
+    """Moves the reference towards the policy every few steps."""
+
+    def __init__(self, trainer: ReferencedTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            assert self._trainer.reference is not None
+            self._trainer.reference.mix_in(args.ref_model_mixup_alpha)
