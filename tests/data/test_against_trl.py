@@ -22,7 +22,10 @@ ROWS = {
         {"prompt": "value", "completion": " of it"},
     ],
     "messages": [{"messages": [USER, ANSWER, USER, ANSWER]}, {"messages": [USER, ANSWER]}],
-    "conversational prompt-completion": [{"prompt": [USER], "completion": [ANSWER]}],
+    "conversational prompt-completion": [
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": [USER, ANSWER], "completion": [ANSWER]},
+    ],
     "tokens": [{"input_ids": [20, 21, 22, 23], "assistant_masks": [0, 1, 1, 0]}],
 }
 

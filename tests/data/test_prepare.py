@@ -9,9 +9,10 @@ from datasets import Dataset, DatasetDict, IterableDataset
 
 from tests.tiny_tokenizer import CHATML, tiny_tokenizer
 from trellium.data import prepare
+from trellium.data.pipeline import EncodeRows
 from trellium.data.prepare import PrepareOptions, prepare_dataset, prepare_with_report
+from trellium.data.report import Fate
 from trellium.data.rows import SOURCE_COLUMN
-from trellium.data.tokenization import Fate, TokenizeRows
 from trellium.errors import ConfigError, DatasetError
 
 USER, ANSWER = {"role": "user", "content": "hi there"}, {"role": "assistant", "content": "hello"}
@@ -155,9 +156,9 @@ def test_skipped_preparation_returns_the_dataset_unless_its_masks_would_be_lost(
 def test_a_dataset_is_tokenized_once_and_found_again(tmp_path, monkeypatch):
     Dataset.from_list([{"text": f"hello {i}"} for i in range(20)]).save_to_disk(tmp_path / "rows")
     calls = []
-    tokenize = TokenizeRows.__call__
+    tokenize = EncodeRows.__call__
     monkeypatch.setattr(
-        TokenizeRows,
+        EncodeRows,
         "__call__",
         lambda self, batch, indices: (calls.append(len(indices)), tokenize(self, batch, indices))[1],
     )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from trellium.data.formats import check_options, detect_format
 from trellium.data.rows import (
-    check_options,
-    detect_format,
+    read_contents,
     read_messages,
-    read_prompt_completion,
     read_template_options,
     read_text,
     read_tokens,
@@ -121,14 +120,14 @@ def test_a_wrong_message_is_named_with_its_place_the_rule_and_the_way_out(messag
         ({"prompt": "", "completion": "a"}, False, "'prompt' is an empty string"),
         ({"prompt": "a", "completion": None}, False, "'completion' is missing"),
         ({"prompt": [USER], "completion": []}, True, "'completion' is an empty list"),
-        ({"prompt": [USER], "completion": "a"}, True, "Both must be strings or both lists"),
+        ({"prompt": [USER], "completion": "a"}, True, "All must be strings, or all lists"),
         ({"prompt": "a", "completion": "b"}, True, "in every row the same"),
         ({"prompt": 3, "completion": 4}, True, "'prompt' must be a list of {'role', 'content'}, got int 3"),
     ],
 )
 def test_a_wrong_prompt_or_completion_is_named(row, conversational, part):
     with pytest.raises(DatasetError, match=r"^r:2: ") as error:
-        read_prompt_completion(row, "r:2", conversational=conversational)
+        read_contents(row, "r:2", ("prompt", "completion"), conversational=conversational)
     assert part in str(error.value)
 
 

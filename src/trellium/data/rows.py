@@ -1,16 +1,7 @@
-"""What a dataset row may be, which kind of dataset this is, and what is wrong with a row that is neither.
+"""What a dataset row may hold, and what is wrong with one that does not.
 
-Four kinds, told apart by their columns and their first row:
-
-| kind                | columns                                                              | trained by default    |
-|---------------------|----------------------------------------------------------------------|-----------------------|
-| `text`              | the text column (`dataset_text_field`)                               | every token           |
-| `messages`          | `messages`, or `conversations` (`role`/`content` or `from`/`value`)  | every token           |
-| `prompt-completion` | `prompt` and `completion`, both text or both messages                | the completion        |
-| `tokens`            | `input_ids`, with `labels`, `assistant_masks` or `completion_mask`   | as these say          |
-
-Conversations may bring `tools` and `chat_template_kwargs`. Reading a row *is* checking it: the `read_*` functions return the row's value in one
-canonical form or raise a `DatasetError` that names the place, so every row that is tokenized has been checked, at no second pass.
+Reading a row *is* checking it: the `read_*` functions return the row's value in one canonical form or raise a `DatasetError` that names the
+place, so every row that is tokenized has been checked, at no second pass. Which columns are read is told by `trellium.data.formats`.
 Cost: about 2 µs a message.
 """
 
@@ -18,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from trellium.errors import ConfigError, DatasetError
+from trellium.data.tool_calls import read_arguments, type_calls
+from trellium.errors import DatasetError
 
 SOURCE_COLUMN = "_source"
 """A column that says where a row was read, `file:line`. Written by `trellium.data.files`, shown in errors, never trained on."""
@@ -40,7 +32,6 @@ _FROM_ROLES = {
 }
 """What the `from` of a from/value message means, where it is not a role itself."""
 
-_MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask")
 _TEMPLATE_OPTIONS_OF_OURS = {
     "messages",
     "tools",
@@ -51,30 +42,11 @@ _TEMPLATE_OPTIONS_OF_OURS = {
     "conversation",
 }
 
-_ACCEPTED = (
-    "Accepted are: a text column (dataset_text_field); 'messages' or 'conversations'; 'prompt' with 'completion'; "
-    "'input_ids' with 'labels', 'assistant_masks' or 'completion_mask'"
-)
-
 Message = dict[str, Any]
-Kind = Literal["text", "messages", "prompt-completion", "tokens"]
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """The kind of a dataset.
-
-    Attributes:
-        kind: one of the four kinds.
-        conversational: whether what is read are messages, which a chat template renders.
-        columns: the columns that are read; the others of the dataset are left alone.
-        field: the column of the text or of the messages; empty for the other kinds.
-    """
-
-    kind: Kind
-    conversational: bool
-    columns: tuple[str, ...]
-    field: str = ""
+Content = str | list[Message]
+"""What is tokenized: a text, or messages."""
+Asked = dict[str, Any]
+"""`where` a row stands, and the `tools` and `options` with which its messages are rendered."""
 
 
 def shorten(value: object, width: int = 60) -> str:
@@ -86,65 +58,6 @@ def shorten(value: object, width: int = 60) -> str:
 def place_of(row: Mapping[str, Any], index: int, name: str) -> str:
     """Where a row stands, for a message: `file:line` if it was read from a file of lines, else the dataset's name and the row's index."""
     return row.get(SOURCE_COLUMN) or f"{name}: row {index} (from 0)"
-
-
-def detect_format(
-    columns: Iterable[str], first_row: Mapping[str, Any], *, text_field: str = "text", name: str = "dataset"
-) -> RowFormat:
-    """The kind of a dataset with these columns.
-
-    Args:
-        columns: the names of all its columns.
-        first_row: its first row; what `prompt` and `completion` are is seen from it.
-        text_field: the column that holds the text of a language-modelling dataset.
-        name: what to call the dataset in an error.
-
-    Raises:
-        DatasetError: no accepted columns, or those of more than one kind.
-    """
-    columns = list(columns)
-    have = set(columns)
-    extra = tuple(c for c in ("tools", "chat_template_kwargs", SOURCE_COLUMN) if c in have)
-    source = (SOURCE_COLUMN,) if SOURCE_COLUMN in have else ()
-    shown = ", ".join(repr(c) for c in columns if c != SOURCE_COLUMN) or "none"
-
-    if "input_ids" in have:
-        return RowFormat("tokens", False, ("input_ids", *(c for c in _MASK_COLUMNS if c in have), *source))
-
-    found: list[tuple[str, RowFormat]] = []
-    if {"prompt", "completion"} <= have:
-        conversational = not isinstance(first_row.get("prompt"), str)
-        read = ("prompt", "completion", *(extra if conversational else source))
-        found.append(("'prompt' with 'completion'", RowFormat("prompt-completion", conversational, read)))
-    for column in ("messages", "conversations"):
-        if column in have and column != text_field:
-            found.append((repr(column), RowFormat("messages", True, (column, *extra), column)))
-    if text_field in have:
-        if isinstance(first_row.get(text_field), list):
-            found.append((repr(text_field), RowFormat("messages", True, (text_field, *extra), text_field)))
-        else:
-            found.append((repr(text_field), RowFormat("text", False, (text_field, *source), text_field)))
-
-    if len(found) > 1:
-        raise DatasetError(
-            f"{name}: the columns {shown} could be read in {len(found)} ways: {' or '.join(what for what, _ in found)}. "
-            "A dataset must have the columns of one kind: take the others away with dataset.remove_columns([...])."
-        )
-    if found:
-        return found[0][1]
-
-    hint = ""
-    strings = [c for c in columns if isinstance(first_row.get(c), str) and c != SOURCE_COLUMN]
-    if {"chosen", "rejected"} & have:
-        hint = "'chosen' and 'rejected' are rows of preference training, not of supervised fine-tuning: rename 'chosen' to 'messages' or 'completion'."
-    elif "prompt" in have or "completion" in have:
-        missing = "completion" if "prompt" in have else "prompt"
-        hint = f"'{missing}' is missing: add it, or for plain text set dataset_text_field='{'prompt' if missing == 'completion' else 'completion'}'."
-    elif len(strings) == 1:
-        hint = f"If '{strings[0]}' is the text, set dataset_text_field='{strings[0]}'."
-    else:
-        hint = "Rename your columns with dataset.rename_columns({...}), or give formatting_func, a function from a row to its text."
-    raise DatasetError(f"{name}: cannot tell what to train on from the columns {shown}. {_ACCEPTED}. {hint}")
 
 
 def read_text(value: object, where: str, column: str) -> str:
@@ -251,7 +164,7 @@ def _read_message(message: object, where: str, column: str, position: int) -> Me
 
 def _read_tool_calls(value: object, at: str) -> list[dict]:
     if isinstance(value, list) and all(isinstance(call, dict) for call in value):
-        return without_none(value)
+        return [read_arguments(call, at) for call in without_none(value)]
     raise DatasetError(
         f"{at} has 'tool_calls' that are {type(value).__name__} {shorten(value)}. They must be a list of "
         "{'type': 'function', 'function': {'name', 'arguments'}}"
@@ -271,30 +184,120 @@ def _join_blocks(blocks: list, at: str) -> str:
     return "".join(texts)
 
 
-def read_prompt_completion(
-    row: Mapping[str, Any], where: str, *, conversational: bool
-) -> tuple[str, str] | tuple[list[Message], list[Message]]:
-    """The prompt and the completion of a row, both text or both messages.
+def read_contents(
+    row: Mapping[str, Any], where: str, columns: Sequence[str], *, conversational: bool, may_be_empty: bool = False
+) -> tuple[tuple[Content, ...], Asked]:
+    """What a row says in some columns, all text or all messages, and what it asks of the chat template.
+
+    Args:
+        columns: of the row; the messages of all of them are one conversation's, with the same tools.
+        conversational: whether they hold messages, in every row.
+        may_be_empty: whether a text may be `""`.
+
+    Returns:
+        The contents in order, and `where`, `tools` and `options` as `ChatTemplate.render` takes them.
 
     Raises:
-        DatasetError: one is missing, empty, or of another form than the first row's.
+        DatasetError: a content that is missing, empty, or of another form than the first row's; tools or options that are neither.
     """
-    prompt, completion = row.get("prompt"), row.get("completion")
-    for column, value in (("prompt", prompt), ("completion", completion)):
-        if value is None or (isinstance(value, str | list) and not value):
+    for column in columns:
+        value = row.get(column)
+        if value is None or (not value and isinstance(value, list | str) and not (may_be_empty and value == "")):
             what = "missing" if value is None else "an empty " + ("string" if isinstance(value, str) else "list")
             raise DatasetError(
-                f"{where}: '{column}' is {what}. A prompt-completion row needs something in both: fill it, or drop the row with "
-                f"dataset.filter(lambda row: row['{column}']). For text without a prompt use a 'text' column."
+                f"{where}: '{column}' is {what}. Every row needs something there: fill it, or drop the row with "
+                f"dataset.filter(lambda row: row['{column}'])."
             )
-    if isinstance(prompt, str) != isinstance(completion, str) or isinstance(prompt, str) == conversational:
+    are_text = [isinstance(row[column], str) for column in columns]
+    if len(set(are_text)) > 1 or are_text[0] == conversational:
+        shown = " and ".join(f"'{c}' is {type(row[c]).__name__} {shorten(row[c], 40)}" for c in columns)
         raise DatasetError(
-            f"{where}: 'prompt' is {type(prompt).__name__} {shorten(prompt, 40)} and 'completion' is {type(completion).__name__} {shorten(completion, 40)}. "
-            "Both must be strings or both lists of {'role', 'content'}, in every row the same."
+            f"{where}: {shown}. All must be strings, or all lists of {{'role', 'content'}}, in every row the same."
         )
     if not conversational:
-        return read_text(prompt, where, "prompt"), read_text(completion, where, "completion")
-    return read_messages(prompt, where, "prompt"), read_messages(completion, where, "completion")
+        return tuple(read_text(row[column], where, column) for column in columns), {"where": where}
+    tools = read_tools(row.get("tools"), where)
+    asked = {"where": where, "tools": tools, "options": read_template_options(row.get("chat_template_kwargs"), where)}
+    return tuple(type_calls(read_messages(row[column], where, column), tools) for column in columns), asked
+
+
+def joined(prompt: Content, completion: Content) -> Content:
+    """A prompt and what follows it, both text or both messages, as one."""
+    return prompt + completion  # type: ignore[operator]
+
+
+def read_preference(
+    row: Mapping[str, Any], where: str, columns: Sequence[str], *, conversational: bool
+) -> tuple[tuple[Content, Content, Content], Asked]:
+    """The prompt, the chosen and the rejected completion of a row, and what it asks of the chat template.
+
+    Without a `prompt` among the `columns` the prompt is what the two begin with, if anything.
+
+    Raises:
+        DatasetError: as `read_contents`.
+    """
+    contents, asked = read_contents(row, where, columns, conversational=conversational, may_be_empty=True)
+    *prompt, chosen, rejected = contents
+    if prompt:
+        return (prompt[0], chosen, rejected), asked
+    length = shared_prompt_length(chosen, rejected)
+    return (chosen[:length], chosen[length:], rejected[length:]), asked
+
+
+def shared_prompt_length(chosen: Content, rejected: Content) -> int:
+    """How many leading messages, or characters, two completions share and neither lacks more: at least one is left of each.
+
+    A space before the place where two texts part belongs to the completions, whose first words tokenizers write with it.
+    """
+    shared, shorter = common_prefix_length(chosen, rejected), min(len(chosen), len(rejected))
+    if shared == shorter:
+        return max(0, shared - 1)
+    return shared - 1 if shared and chosen[shared - 1] == " " else shared
+
+
+def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many leading items two sequences share; they are compared a slice at a time, so most of it is one comparison in C."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def read_label(row: Mapping[str, Any], where: str) -> bool:
+    """Whether a row's completion is a desirable one.
+
+    Raises:
+        DatasetError: neither a bool nor 0 or 1.
+    """
+    value = row.get("label")
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    got = "nothing" if value is None else f"{type(value).__name__} {shorten(value)}"
+    raise DatasetError(
+        f"{where}: 'label' must be true for a desirable completion and false for an undesirable one, got {got}. "
+        "Map it: dataset.map(lambda row: {'label': row['label'] == …})."
+    )
+
+
+def read_number(row: Mapping[str, Any], where: str, column: str) -> float:
+    """A column of numbers' value.
+
+    Raises:
+        DatasetError: no number, or one that is not finite.
+    """
+    value = row.get(column)
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    got = "nothing" if value is None else f"{type(value).__name__} {shorten(value)}"
+    raise DatasetError(
+        f"{where}: '{column}' must be a finite number, got {got}. Every row needs one: fill it, or remove the column."
+    )
 
 
 def read_tools(value: object, where: str) -> list[dict] | None:
@@ -356,23 +359,32 @@ def without_none(value: Any) -> Any:
     return value
 
 
+def read_token_list(row: Mapping[str, Any], where: str, column: str) -> list[int]:
+    """A column of tokens or of their marks.
+
+    Raises:
+        DatasetError: no list of integers.
+    """
+    values: Any = row.get(column)
+    if hasattr(values, "tolist"):  # numpy
+        values = values.tolist()
+    if isinstance(values, list) and all(isinstance(value, int) for value in values):
+        return values
+    got = "nothing" if values is None else f"{type(values).__name__} {shorten(values)}"
+    raise DatasetError(
+        f"{where}: '{column}' must be a list of integers, got {got}. Tokenize every row the same way, or give text and leave it to the trainer."
+    )
+
+
 def read_tokens(row: Mapping[str, Any], where: str, columns: Iterable[str]) -> dict[str, list[int]]:
-    """The columns of a pre-tokenized row, each a list of integers as long as `input_ids`; masks hold 0 and 1.
+    """The columns of a pre-tokenized row, `input_ids` first, each a list of integers as long as that; masks hold 0 and 1.
 
     Raises:
         DatasetError: a column is missing, is not integers, or has another length.
     """
-    columns = tuple(columns)
     read: dict[str, list[int]] = {}
     for column in columns:
-        values: Any = row.get(column)
-        if hasattr(values, "tolist"):  # numpy
-            values = values.tolist()
-        if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-            got = "nothing" if values is None else f"{type(values).__name__} {shorten(values)}"
-            raise DatasetError(
-                f"{where}: '{column}' must be a list of integers, got {got}. Tokenize every row the same way, or give text and leave it to the trainer."
-            )
+        values = read_token_list(row, where, column)
         if column != "input_ids" and len(values) != len(read["input_ids"]):
             raise DatasetError(
                 f"{where}: '{column}' has {len(values)} entries and 'input_ids' {len(read['input_ids'])}. They must be equally long, one entry a token."
@@ -383,27 +395,3 @@ def read_tokens(row: Mapping[str, Any], where: str, columns: Iterable[str]) -> d
             )
         read[column] = values
     return read
-
-
-def check_options(
-    format: RowFormat, *, name: str, completion_only_loss: bool | None, assistant_only_loss: bool
-) -> bool:
-    """Whether only completions are trained: what `completion_only_loss` says, or None's meaning for this kind of dataset.
-
-    None means True exactly if the dataset says where its completions are: `prompt` and `completion`, or `completion_mask`.
-
-    Raises:
-        ConfigError: an option that this kind of dataset cannot honour.
-    """
-    has_completions = format.kind == "prompt-completion" or "completion_mask" in format.columns
-    if completion_only_loss and not has_completions:
-        raise ConfigError(
-            f"completion_only_loss=True, but {name} is a '{format.kind}' dataset, in which nothing marks the completion. "
-            "Give 'prompt' and 'completion' columns, or leave completion_only_loss unset."
-        )
-    if assistant_only_loss and not format.conversational and not {"assistant_masks", "labels"} & set(format.columns):
-        raise ConfigError(
-            f"assistant_only_loss=True, but {name} is a '{format.kind}' dataset without conversations, in which nothing marks the assistant's words. "
-            "Give 'messages' (or 'prompt' and 'completion' as messages), or set assistant_only_loss=False."
-        )
-    return has_completions if completion_only_loss is None else completion_only_loss

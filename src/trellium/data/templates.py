@@ -20,6 +20,8 @@ Cost: two more renderings an assistant turn, about 70 µs each, and no more toke
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
-from trellium.data.rows import Message, shorten
+from trellium.data.rows import Message, common_prefix_length, shorten
 from trellium.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -119,9 +121,31 @@ class ChatTemplate:
             ) from error
 
     def _as_wanted(self, messages: list[Message]) -> list[Message]:
-        if not self._wants_blocks:
-            return messages
-        return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+        """The messages in the form that this template writes: contents as blocks, arguments of calls as JSON."""
+        wanted = messages
+        if self._wants_blocks:
+            wanted = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in wanted]
+        if any("tool_calls" in message for message in messages) and self._wants_json_arguments:
+            wanted = [_with_json_arguments(message) for message in wanted]
+        return wanted
+
+    @functools.cached_property
+    def _wants_json_arguments(self) -> bool:
+        """Whether the template concatenates the arguments of a call, so that they must be a string: an object is refused, or written as Python does."""
+
+        def written(arguments: object) -> str:
+            call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
+            asking = {"role": "user", "content": "a"}
+            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                return self.tokenizer.apply_chat_template([asking, calling], tokenize=False)
+            except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+                return ""
+
+        as_object = written({"a": _SENTINEL})
+        if _SENTINEL in as_object and str({"a": _SENTINEL}) not in as_object:
+            return False
+        return _SENTINEL in written(json.dumps({"a": _SENTINEL}, ensure_ascii=False))
 
     def encode_marked(
         self,
@@ -234,7 +258,7 @@ class ChatTemplate:
                 end += len(mine)
                 continue
             if mine not in self.special_tokens and other not in self.special_tokens:
-                end += _common_prefix(mine, other)
+                end += common_prefix_length(mine, other)
             break
         return end
 
@@ -259,25 +283,23 @@ class ChatTemplate:
         return start + len(written) if written.endswith(self.special_tokens) else end
 
 
+def _with_json_arguments(value: Any) -> Any:
+    """A message, or a call in it, with the `arguments` of every call as JSON."""
+    if not isinstance(value, dict):
+        return value
+    changed = dict(value)
+    if "tool_calls" in value:
+        changed["tool_calls"] = [_with_json_arguments(call) for call in value["tool_calls"]]
+    if "function" in value:
+        changed["function"] = _with_json_arguments(value["function"])
+    if isinstance(value.get("arguments"), dict):
+        changed["arguments"] = json.dumps(value["arguments"], ensure_ascii=False)
+    return changed
+
+
 def _tool_names(message: Message) -> list[str]:
     calls = [call for call in message.get("tool_calls", []) if isinstance(call, dict)]
     return [str(call.get("function", call).get("name", "")) for call in calls]
-
-
-def _common_prefix(a: Sequence, b: Sequence) -> int:
-    """How many leading items two sequences share."""
-    shared = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        shared += 1
-    return shared
-
-
-def common_prefix_length(a: list[int], b: list[int]) -> int:
-    """How many leading tokens two lists share. Cost: a comparison of slices where one begins with the other, as it mostly does."""
-    shorter = min(len(a), len(b))
-    return shorter if a[:shorter] == b[:shorter] else _common_prefix(a, b)
 
 
 def tokens_in_spans(offsets: Sequence[tuple[int, int]], spans: list[Span]) -> np.ndarray:

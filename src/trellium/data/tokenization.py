@@ -1,129 +1,88 @@
-"""Rows of any accepted kind to tokens and labels, a batch at a time.
+"""Rows of supervised fine-tuning to tokens and labels.
 
-The rules, the same for every kind:
-
-- A text or a prompt with its completion gets the tokenizer's own special tokens and ends with exactly one end-of-sequence token; a conversation is
-  what its chat template writes, with nothing added.
-- A prompt and its completion are tokenized together; the completion begins where the tokens of the prompt alone (with the generation
-  prompt, for messages) stop agreeing with them. Where that is before the prompt's end, the tokenizer merged across the border, and the
-  row is counted.
 - Labels are the tokens, -100 where a token is not a target: outside the completion, outside the assistant's turns, and the first
   token, which nothing predicts. They are made here and nowhere else.
-- Then the row is cut to `max_length`. A row in which nothing is left to train gets a `Fate` that says why.
+- Then the row is cut to `max_length`; what is left of a turn or a completion is trained. A row in which nothing is left to train gets a
+  `Fate` that says why.
 
 Cost: the tokenizer's time; rendering a conversation adds about 70 µs, and as much again twice an assistant turn where masks are derived.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from datasets import Features, List, Value
 
+from trellium.data.encoding import Encoder
+from trellium.data.formats import RowFormat
+from trellium.data.pipeline import EncodedRow, Row
+from trellium.data.report import Fate
 from trellium.data.rows import (
-    RowFormat,
-    place_of,
-    read_messages,
-    read_prompt_completion,
-    read_template_options,
+    Asked,
+    Message,
+    common_prefix_length,
+    joined,
+    read_contents,
     read_text,
     read_tokens,
-    read_tools,
     shorten,
 )
 from trellium.data.sequence import IGNORE_INDEX
-from trellium.data.templates import ChatTemplate, common_prefix_length, tokens_in_spans, tokens_in_spans_by_prefix
-from trellium.data.token_checks import NO_LIMITS, TokenLimits, check_labels
+from trellium.data.templates import ChatTemplate, tokens_in_spans, tokens_in_spans_by_prefix
+from trellium.data.token_checks import TokenLimits, check_labels
 from trellium.errors import DatasetError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-class Fate(enum.IntEnum):
-    """Whether a row is trained on, and if not, why."""
-
-    KEPT = 0
-    TOO_SHORT = 1
-    ALL_MASKED = 2
-    TRUNCATED_AWAY = 3
-
-
-FATE_REASONS = {
-    Fate.TOO_SHORT: "fewer than two tokens, so nothing to predict",
-    Fate.ALL_MASKED: "every token masked",
-    Fate.TRUNCATED_AWAY: "all trained tokens beyond max_length",
-}
 
 
 @dataclass(frozen=True)
-class TokenizeRows:
-    """A batch of rows (columns of lists, and their indices) to a batch of tokens: the function that `datasets` maps.
-
-    It is a value: two with equal fields have the same fingerprint, so what was tokenized once is found again.
+class Supervised:
+    """Rows of supervised fine-tuning, encoded as tokens and labels.
 
     Attributes:
-        tokenizer: the model's.
-        format: the kind of the rows.
-        eos_token_id: ends texts and completions.
+        encoder: of texts or messages.
+        format: of the rows.
         max_length: tokens a row may have, at most; None for no limit.
         truncation_mode: which end of a longer row is kept, `keep_start` or `keep_end`.
         completion_only_loss: train the completion only.
         assistant_only_loss: train the assistant's turns only.
         formatting_func: from a row to its text; the columns are then its own affair.
-        name: of the dataset, for errors.
         limits: of the model; a row beyond them is an error.
-        streaming: leave rows that are not kept out, and the counts with them, because nobody can go back for them.
-        revision: raised when the result for the same row changes, so that results of older versions are not found.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
     format: RowFormat
-    eos_token_id: int | None
     max_length: int | None
     truncation_mode: str
     completion_only_loss: bool
     assistant_only_loss: bool
     formatting_func: Callable[[dict], str] | None
-    name: str
-    limits: TokenLimits = NO_LIMITS
-    streaming: bool = False
-    revision: int = 2
+    limits: TokenLimits
 
-    def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        rows = [dict(zip(batch, fields, strict=True)) for fields in zip(*batch.values(), strict=True)]
-        places = [place_of(row, index, self.name) for row, index in zip(rows, indices, strict=True)]
+    @property
+    def features(self) -> Features:
+        """`input_ids`, `labels`."""
+        return Features(input_ids=List(Value("int32")), labels=List(Value("int32")))
+
+    def encode(self, rows: list[Row], places: list[str]) -> list[EncodedRow]:
+        """One row of tokens a row."""
         if self.format.kind == "tokens":
-            encoded = [self._tokens(row, where) for row, where in zip(rows, places, strict=True)]
+            marked = [self._tokens(row, where) for row, where in zip(rows, places, strict=True)]
         elif self.format.kind == "text":
-            encoded = self._texts(rows, places)
+            marked = self._texts(rows, places)
         elif self.format.conversational:
-            encoded = self._conversations(rows, places)
+            marked = self._conversations(rows, places)
         else:
-            encoded = self._prompt_completions(rows, places)
+            marked = self._prompt_completions(rows, places)
+        return [
+            self._finish(row, where, origin) for origin, (row, where) in enumerate(zip(marked, places, strict=True))
+        ]
 
-        columns: dict[str, list] = {key: [] for key in ("input_ids", "labels", "cut", "fate", "merged", "unstopped")}
-        for row, where in zip(encoded, places, strict=True):
-            fate, cut, ids, labels = self._finish(row.input_ids, row.trained, where)
-            if self.streaming and fate is not Fate.KEPT:
-                continue
-            for key, field in zip(columns, (ids, labels, cut, int(fate), row.merged, row.unstopped), strict=True):
-                columns[key].append(field)
-        if self.streaming:
-            if not columns["input_ids"] and indices and indices[0] == 0:
-                raise DatasetError(
-                    f"{self.name}: not one of the first {len(rows)} rows has a token to train. The first, {places[0]}, has "
-                    f"{FATE_REASONS[self._finish(encoded[0].input_ids, encoded[0].trained, places[0])[0]]}. "
-                    "Check the masks and the loss options, or raise max_length."
-                )
-            return {"input_ids": columns["input_ids"], "labels": [labels.tolist() for labels in columns["labels"]]}
-        return columns
-
-    def _finish(self, ids: list[int], trained: np.ndarray, where: str) -> tuple[Fate, int, list[int], np.ndarray]:
+    def _finish(self, row: _Marked, where: str, origin: int) -> EncodedRow:
         """A row cut to `max_length`, with its labels, how many tokens were cut and what becomes of it."""
+        ids, trained = row.input_ids, row.trained
         cut = 0 if self.max_length is None else max(0, len(ids) - self.max_length)
         trained[:1] = False
         had_targets = bool(trained.any())
@@ -133,50 +92,18 @@ class TokenizeRows:
             trained[:1] = False
         self.limits.check(ids, where)
         labels = np.where(trained, np.asarray(ids, dtype=np.int32), np.int32(IGNORE_INDEX)).astype(np.int32)
-        if trained.any():
+        targets = int(trained.sum())
+        if targets:
             fate = Fate.KEPT
         elif had_targets:
             fate = Fate.TRUNCATED_AWAY
         else:
             fate = Fate.TOO_SHORT if len(ids) < 2 else Fate.ALL_MASKED
-        return fate, cut, ids, labels
+        values = {"input_ids": ids, "labels": labels.tolist()}
+        return EncodedRow(values, fate, len(ids), targets, len(ids), cut, origin, row.merged, row.unstopped)
 
-    def _encode(self, texts: list[str], *, special: bool, offsets: bool = False) -> dict[str, list]:
-        return self.tokenizer(
-            texts,
-            add_special_tokens=special,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_offsets_mapping=offsets,
-            verbose=False,
-        )
-
-    def _encode_plain(self, texts: list[str], *, eos: bool) -> list[list[int]]:
-        """Tokens of texts with the tokenizer's own special tokens, the beginning at most once, the end once (`eos`) or not at all."""
-        bos, bos_id = self.tokenizer.bos_token, self.tokenizer.bos_token_id
-        rows = []
-        for text, ids in zip(texts, self._encode(texts, special=True)["input_ids"] if texts else [], strict=True):
-            if (
-                bos_id is not None
-                and ids[:2] == [bos_id, bos_id]
-                and text.startswith(bos)
-                and not text.startswith(bos * 2)
-            ):
-                ids = ids[1:]
-            if ids[-2:] == [self.eos_token_id] * 2 and not text.endswith(
-                self.tokenizer.convert_ids_to_tokens(ids[-2:])[0] * 2
-            ):
-                ids = ids[:-1]  # the text brought one, and the tokenizer added its own
-            ended = bool(ids) and ids[-1] == self.eos_token_id
-            if eos and not ended:
-                ids = [*ids, self.eos_token_id]
-            elif not eos and ended and not text.endswith(self.tokenizer.convert_ids_to_tokens(self.eos_token_id)):
-                ids = ids[:-1]
-            rows.append(ids)
-        return rows
-
-    def _tokens(self, row: dict, where: str) -> _Encoded:
-        read = read_tokens(row, where, (c for c in self.format.columns if not c.startswith("_")))
+    def _tokens(self, row: Row, where: str) -> _Marked:
+        read = read_tokens(row, where, self.format.fields)
         ids = read["input_ids"]
         if "labels" in read:
             check_labels(ids, read["labels"], where)
@@ -187,18 +114,20 @@ class TokenizeRows:
             trained &= np.asarray(read["assistant_masks"], dtype=bool)
         if "completion_mask" in read and self.completion_only_loss:
             trained &= np.asarray(read["completion_mask"], dtype=bool)
-        return _Encoded(ids, trained)
+        return _Marked(ids, trained)
 
-    def _texts(self, rows: list[dict], places: list[str]) -> list[_Encoded]:
+    def _texts(self, rows: list[Row], places: list[str]) -> list[_Marked]:
+        field = self.format.field
         texts = [
-            self._format(row, where)
-            if self.formatting_func
-            else read_text(row.get(self.format.field), where, self.format.field)
+            self._formatted(row, where) if self.formatting_func else read_text(row.get(field), where, field)
             for row, where in zip(rows, places, strict=True)
         ]
-        return [_Encoded(ids, np.ones(len(ids), dtype=bool)) for ids in self._encode_plain(texts, eos=True)]
+        return [
+            _Marked(ids, np.ones(len(ids), dtype=bool))
+            for ids in self.encoder.sequences(texts, [{"where": where} for where in places])
+        ]
 
-    def _format(self, row: dict, where: str) -> str:
+    def _formatted(self, row: Row, where: str) -> str:
         assert self.formatting_func is not None
         text = self.formatting_func(row)
         if not isinstance(text, str):
@@ -207,87 +136,72 @@ class TokenizeRows:
             )
         return text
 
-    def _prompt_completions(self, rows: list[dict], places: list[str]) -> list[_Encoded]:
-        pairs = [
-            read_prompt_completion(row, where, conversational=False) for row, where in zip(rows, places, strict=True)
+    def _prompt_completions(self, rows: list[Row], places: list[str]) -> list[_Marked]:
+        read = [
+            read_contents(row, where, self.format.fields, conversational=False)
+            for row, where in zip(rows, places, strict=True)
         ]
-        prompts = self._encode_plain([str(prompt) for prompt, _ in pairs], eos=False)
-        wholes = self._encode_plain([f"{prompt}{completion}" for prompt, completion in pairs], eos=True)
-        return [self._after_prompt(prompt, whole) for prompt, whole in zip(prompts, wholes, strict=True)]
+        asked = [asks for _, asks in read]
+        prompts = self.encoder.sequences([parts[0] for parts, _ in read], asked, whole=False)
+        wholes = self.encoder.sequences([joined(*parts) for parts, _ in read], asked)
+        return [
+            self._after_prompt(prompt, _Marked(whole, np.ones(len(whole), dtype=bool)))
+            for prompt, whole in zip(prompts, wholes, strict=True)
+        ]
 
-    def _after_prompt(self, prompt: list[int], whole: list[int], trained: np.ndarray | None = None) -> _Encoded:
-        trained = np.ones(len(whole), dtype=bool) if trained is None else trained
-        start = common_prefix_length(prompt, whole)
+    def _after_prompt(self, prompt: list[int], whole: _Marked) -> _Marked:
+        start = common_prefix_length(prompt, whole.input_ids)
         if self.completion_only_loss:
-            trained[:start] = False
-        return _Encoded(whole, trained, merged=start < len(prompt))
+            whole.trained[:start] = False
+        return _Marked(whole.input_ids, whole.trained, merged=start < len(prompt), unstopped=whole.unstopped)
 
-    def _conversations(self, rows: list[dict], places: list[str]) -> list[_Encoded]:
-        chat = ChatTemplate(self.tokenizer, name=self.name)
-        split = self.format.kind == "prompt-completion"
-        conversations: list[_Conversation] = []
-        for row, where in zip(rows, places, strict=True):
-            tools, options = (
-                read_tools(row.get("tools"), where),
-                read_template_options(row.get("chat_template_kwargs"), where),
-            )
-            prompt: list[dict[str, Any]] = []
-            if split:
-                read, completion = read_prompt_completion(row, where, conversational=True)
-                prompt, messages = list(read), [*read, *completion]  # type: ignore[arg-type, list-item]
-            else:
-                messages = read_messages(row.get(self.format.field), where, self.format.field)
-            asked: dict[str, Any] = {"where": where, "tools": tools, "options": options}
-            prompt_text = ""
-            if split:
-                unfinished = prompt[-1]["role"] == "assistant"
-                prompt_text = chat.render(
-                    prompt, generation_prompt=not unfinished, continue_final_message=unfinished, **asked
-                )
-            conversations.append(_Conversation(messages, chat.render(messages, **asked), prompt_text, asked))
-
-        derive = self.assistant_only_loss and self.tokenizer.is_fast
-        whole = self._encode([c.text for c in conversations], special=False, offsets=derive)
-        prompts = self._encode([c.prompt_text for c in conversations], special=False)["input_ids"] if split else None
-
-        encoded = []
-        for at, conversation in enumerate(conversations):
-            ids = list(whole["input_ids"][at])
-            trained = np.ones(len(ids), dtype=bool)
-            unstopped = False
+    def _conversations(self, rows: list[Row], places: list[str]) -> list[_Marked]:
+        read: list[tuple[tuple[Any, ...], Asked]] = [
+            read_contents(row, where, self.format.fields, conversational=True)
+            for row, where in zip(rows, places, strict=True)
+        ]
+        chat = self.encoder.chat()
+        conversations: list[list[Message]] = [[message for part in parts for message in part] for parts, _ in read]
+        texts = [chat.render(messages, **asked) for messages, (_, asked) in zip(conversations, read, strict=True)]
+        derive = self.assistant_only_loss and self.encoder.tokenizer.is_fast
+        encoded = self.encoder.ids(texts, special=False, offsets=derive)
+        marked = []
+        for at, (messages, text, (_, asked)) in enumerate(zip(conversations, texts, read, strict=True)):
+            ids = list(encoded["input_ids"][at])
+            row = _Marked(ids, np.ones(len(ids), dtype=bool))
             if self.assistant_only_loss:
-                ids, trained = self._assistant_mask(
-                    chat, conversation, ids, whole["offset_mapping"][at] if derive else None
-                )
-                targets = np.flatnonzero(trained)
-                unstopped = bool(targets.size) and ids[targets[-1]] not in chat.stop_ids
-            row_encoded = (
-                self._after_prompt(prompts[at], ids, trained) if prompts is not None else _Encoded(ids, trained)
-            )
-            encoded.append(_Encoded(row_encoded.input_ids, row_encoded.trained, row_encoded.merged, unstopped))
-        return encoded
+                offsets = encoded["offset_mapping"][at] if derive else None
+                row = self._assistant_turns(chat, messages, text, asked, ids, offsets)
+            marked.append(row)
+        if self.format.kind == "messages":
+            return marked
+        prompts = self.encoder.sequences([parts[0] for parts, _ in read], [asked for _, asked in read], whole=False)
+        return [self._after_prompt(prompt, row) for prompt, row in zip(prompts, marked, strict=True)]
 
-    def _assistant_mask(
-        self, chat: ChatTemplate, conversation: _Conversation, ids: list[int], offsets: list[tuple[int, int]] | None
-    ) -> tuple[list[int], np.ndarray]:
-        if chat.is_marked(conversation.asked["tools"]) and offsets is not None:
-            return chat.encode_marked(conversation.messages, **conversation.asked)
-        spans = chat.assistant_spans(conversation.messages, conversation.text, **conversation.asked)
-        if offsets is not None:
-            return ids, tokens_in_spans(offsets, spans)
-        return ids, tokens_in_spans_by_prefix(self.tokenizer, conversation.text, ids, spans)
+    def _assistant_turns(
+        self,
+        chat: ChatTemplate,
+        messages: list[Message],
+        text: str,
+        asked: Asked,
+        ids: list[int],
+        offsets: list[tuple[int, int]] | None,
+    ) -> _Marked:
+        if chat.is_marked(asked["tools"]) and offsets is not None:
+            ids, trained = chat.encode_marked(messages, **asked)
+        else:
+            spans = chat.assistant_spans(messages, text, **asked)
+            if offsets is not None:
+                trained = tokens_in_spans(offsets, spans)
+            else:
+                trained = tokens_in_spans_by_prefix(self.encoder.tokenizer, text, ids, spans)
+        targets = np.flatnonzero(trained)
+        unstopped = bool(targets.size) and ids[targets[-1]] not in chat.stop_ids
+        return _Marked(ids, trained, unstopped=unstopped)
 
 
 @dataclass(frozen=True)
-class _Conversation:
-    messages: list[dict[str, Any]]
-    text: str
-    prompt_text: str
-    asked: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Encoded:
+class _Marked:
     """A row's tokens before it is cut: which are trained, whether a token crosses the prompt's end, whether the last trained token does not end a turn."""
 
     input_ids: list[int]
