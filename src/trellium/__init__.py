@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DPOConfig": "trellium.trainers.dpo_config",
+    "DPOTrainer": "trellium.trainers.dpo",
+    "KTOConfig": "trellium.trainers.kto_config",
+    "KTOTrainer": "trellium.trainers.kto",
     "ModelConfig": "trellium.trainers.script_options",
+    "RewardConfig": "trellium.trainers.reward_config",
+    "RewardTrainer": "trellium.trainers.reward",
     "SFTConfig": "trellium.trainers.sft_config",
     "SFTTrainer": "trellium.trainers.sft",
     "ScriptArguments": "trellium.trainers.script_options",
@@ -21,14 +27,34 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from trellium.trainers.dpo import DPOTrainer
+    from trellium.trainers.dpo_config import DPOConfig
+    from trellium.trainers.kto import KTOTrainer
+    from trellium.trainers.kto_config import KTOConfig
+    from trellium.trainers.reward import RewardTrainer
+    from trellium.trainers.reward_config import RewardConfig
     from trellium.trainers.script_options import ModelConfig, ScriptArguments, get_peft_config
     from trellium.trainers.script_parser import TrlParser
     from trellium.trainers.sft import SFTTrainer
     from trellium.trainers.sft_config import SFTConfig
 
-__all__ = ["ModelConfig", "SFTConfig", "SFTTrainer", "ScriptArguments", "TrlParser", "__version__", "get_peft_config"]
+__all__ = [
+    "DPOConfig",
+    "DPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "ModelConfig",
+    "RewardConfig",
+    "RewardTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+    "ScriptArguments",
+    "TrlParser",
+    "__version__",
+    "get_peft_config",
+]
 
-_METHODS = ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "Reward")
+_METHODS = ("Distillation", "GRPO", "RLOO")
 _FROM_TRL = "It is not here yet: take it from trl meanwhile."
 _BY_THE_TRAINER = "The trainers do it themselves: give them the rows as they are."
 _NOT_YET = {

@@ -20,6 +20,11 @@ from trellium.ops.attention import rows_are_chains
 ROW = st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12)
 
 
+def forest(tensors: dict[str, torch.Tensor]) -> ForestBatch:
+    assert tensors.pop("data_tokens") == tensors["sequence_tokens"]
+    return ForestBatch(**tensors)
+
+
 def prepared(tokens: list[tuple[int, bool]]) -> dict:
     return {"input_ids": [token for token, _ in tokens], "labels": [token if on else -100 for token, on in tokens]}
 
@@ -27,7 +32,7 @@ def prepared(tokens: list[tuple[int, bool]]) -> dict:
 @settings(max_examples=80, deadline=None)
 @given(rows=st.lists(ROW, min_size=1, max_size=5), multiple=st.sampled_from([None, 1, 3, 8]))
 def test_every_batch_keeps_the_laws_and_says_what_the_rows_say(rows, multiple):
-    batch = ForestBatch(**ForestCollator(0, multiple)([prepared(row) for row in rows]))
+    batch = forest(ForestCollator(0, multiple)([prepared(row) for row in rows]))
     check(batch)
     assert rows_are_chains(batch.subtree_end)
     length, edges = batch.input_ids.shape[1], len(batch.edge_position)
@@ -66,7 +71,7 @@ def test_padding_is_a_chain_of_its_own():
 
 
 def test_rows_without_a_trained_token_make_one_edge_of_weight_zero():
-    batch = ForestBatch(**ForestCollator(0)([{"input_ids": [3, 4], "labels": [-100, -100]}]))
+    batch = forest(ForestCollator(0)([{"input_ids": [3, 4], "labels": [-100, -100]}]))
     check(batch)
     assert batch.edge_weight.tolist() == [0.0]
 
@@ -135,8 +140,8 @@ def planned_collator(lengths: list[int], *, rows: int, **options) -> ForestColla
 @given(rows=st.lists(ROW, min_size=1, max_size=3))
 def test_a_planned_batch_says_the_same_in_the_smallest_shape_that_holds_it(rows):
     data = [prepared(row) for row in rows]
-    plain = ForestBatch(**ForestCollator(0)(data))
-    batch = ForestBatch(**planned_collator([len(row) for row in rows] + [12], rows=3)(data))
+    plain = forest(ForestCollator(0)(data))
+    batch = forest(planned_collator([len(row) for row in rows] + [12], rows=3)(data))
     check(batch)
     assert batch.input_ids.shape == (3, 8 if max(map(len, rows)) <= 8 else 16)
     assert batch.real_tokens.sum() == plain.real_tokens.sum()
@@ -150,7 +155,7 @@ def test_a_planned_batch_says_the_same_in_the_smallest_shape_that_holds_it(rows)
 
 
 def test_a_partial_batch_is_filled_up_with_rows_nobody_trains():
-    batch = ForestBatch(**planned_collator([4] * 7, rows=3)([prepared([(5, True)] * 4)]))
+    batch = forest(planned_collator([4] * 7, rows=3)([prepared([(5, True)] * 4)]))
     check(batch)
     assert batch.input_ids.tolist() == [[5, 5, 5, 5, 0, 0, 0, 0], [0] * 8, [0] * 8]
     assert batch.position_ids[1].tolist() == list(range(8))

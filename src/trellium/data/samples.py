@@ -28,10 +28,17 @@ class Samples:
     Attributes:
         sequences: `S` of them.
         row: `[S]` int64, the row that each is of.
+        tokens: those of the rows; less than the sequences have where a method makes sequences that are not in the data.
     """
 
     sequences: list[Sequence]
     row: np.ndarray
+    tokens: int
+
+    @classmethod
+    def of_rows(cls, sequences: list[Sequence], row: Ordered[int] | np.ndarray) -> Samples:
+        """Sequences that are all in the data."""
+        return cls(sequences, np.asarray(row, dtype=np.int64), sum(map(len, sequences)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,7 @@ class ReadTokens:
             for piece in _pieces(Sequence.from_row(dict(row)), row.get("seq_lengths")):
                 sequences.append(piece)
                 of_row.append(index)
-        return Samples(sequences, np.asarray(of_row, dtype=np.int64))
+        return Samples.of_rows(sequences, of_row)
 
     def sizes(self, table: pa.Table) -> RowSizes:
         labels = table["labels"].combine_chunks()
@@ -142,7 +149,7 @@ class ReadPairs:
         sequences = [
             after_prompt(row["prompt_ids"], row[completion]) for row in rows for completion in self.columns[1:]
         ]
-        return Samples(sequences, np.repeat(np.arange(len(rows), dtype=np.int64), 2))
+        return Samples.of_rows(sequences, np.repeat(np.arange(len(rows)), 2))
 
     def sizes(self, table: pa.Table) -> RowSizes:
         prompt, chosen, rejected = (list_lengths(table, name) for name in self.columns)
@@ -164,7 +171,7 @@ class ReadWholePairs:
 
     def __call__(self, rows: Ordered[Row]) -> Samples:
         sequences = [_untrained(row[name]) for row in rows for name in self.columns]
-        return Samples(sequences, np.repeat(np.arange(len(rows), dtype=np.int64), 2))
+        return Samples.of_rows(sequences, np.repeat(np.arange(len(rows)), 2))
 
     def sizes(self, table: pa.Table) -> RowSizes:
         chosen, rejected = (list_lengths(table, name) for name in self.columns)
@@ -188,7 +195,7 @@ class ReadCompletions:
 
     def __call__(self, rows: Ordered[Row]) -> Samples:
         sequences = [after_prompt(row["prompt_ids"], row["completion_ids"]) for row in rows]
-        return Samples(sequences, np.arange(len(rows), dtype=np.int64))
+        return Samples.of_rows(sequences, np.arange(len(rows)))
 
     def sizes(self, table: pa.Table) -> RowSizes:
         prompt, completion = (list_lengths(table, name) for name in self.columns)
@@ -220,7 +227,7 @@ class ReadMismatched:
             prompt = row["prompt_ids"]
             room = len(other) if self.max_length is None else max(self.max_length - len(prompt), 0)
             sequences += [after_prompt(prompt, row["completion_ids"]), after_prompt(prompt, other[:room])]
-        return Samples(sequences, np.repeat(np.arange(len(rows), dtype=np.int64), 2))
+        return Samples(sequences, np.repeat(np.arange(len(rows)), 2), sum(map(len, sequences[::2])))
 
     def sizes(self, table: pa.Table) -> RowSizes:
         prompt, own, other = (list_lengths(table, name) for name in self.columns)

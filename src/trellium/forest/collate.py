@@ -73,7 +73,7 @@ class ForestCollator:
             raise ConfigError(f"pad_to_multiple_of must be at least 1, or none, got {self.pad_to_multiple_of}")
 
     def __call__(self, rows: Ordered[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Rows to the mapping `ForestBatch.tensors()`, and what `terms` adds.
+        """Rows to the mapping `ForestBatch.tensors()`, with `data_tokens` `[]` int64, the tokens of the rows, and what `terms` adds.
 
         Raises:
             DatasetError: an empty batch or an empty row.
@@ -83,7 +83,8 @@ class ForestCollator:
         term_fields: TermFields | None = {} if self.terms else None
         shape = None if self.plan is None or not samples.sequences else self._shape(samples, self.plan)
         batch = self._lay(samples, shape, term_fields)
-        return batch.tensors() | (self._of_rows(rows, batch) if self.terms else {})
+        tensors = batch.tensors() | {"data_tokens": torch.tensor(samples.tokens)}
+        return tensors | (self._of_rows(rows, batch) if self.terms else {})
 
     def _lay(self, samples: Samples, shape: Shape | None, term_fields: TermFields | None) -> ForestBatch:
         sizes: dict[str, Any] = {"multiple": self.pad_to_multiple_of or 1, "shape": shape}
@@ -116,7 +117,8 @@ class ForestCollator:
         """A batch of a planned shape with one token, which is not trained."""
         sequence = Sequence(np.asarray([self.pad_token_id]), np.zeros(1, dtype=bool))
         batch = chains([sequence], pad_token_id=self.pad_token_id, shape=shape, term_fields={} if self.terms else None)
-        return batch.tensors() | (self._of_rows([], batch) if self.terms else {})
+        tensors = batch.tensors() | {"data_tokens": torch.tensor(0)}
+        return tensors | (self._of_rows([], batch) if self.terms else {})
 
     @property
     def one_row(self) -> bool:

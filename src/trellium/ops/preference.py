@@ -119,6 +119,7 @@ def pair_scores(
     chosen, rejected = halves(logprob if scale is None else logprob * scale)
     if not isinstance(reference, tuple):
         reference = halves(reference if scale is None else reference * scale)
+    reference_chosen, reference_rejected = reference
     likelihood = None
     if options.use_weighting:
         assert log_sum_p2 is not None
@@ -127,7 +128,15 @@ def pair_scores(
         likelihood = torch.exp(sum(means, torch.zeros_like(pair_weight)))
     chosen_length, rejected_length = lengths.view(pairs, 2).unbind(1)
     return PairScores(
-        chosen, rejected, *reference, chosen_length, rejected_length, -halves(logprob)[0], pair_weight, likelihood
+        chosen,
+        rejected,
+        reference_chosen,
+        reference_rejected,
+        chosen_length,
+        rejected_length,
+        -halves(logprob)[0],
+        pair_weight,
+        likelihood,
     )
 
 

@@ -104,7 +104,6 @@ class BaseTrainer(ResumingTrainer):
         self,
         model: str | os.PathLike | PreTrainedModel | nn.Module,
         args: BaseConfig | None = None,
-        *,
         data_collator: Callable[[list], dict[str, Tensor]] | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
@@ -196,7 +195,8 @@ class BaseTrainer(ResumingTrainer):
         raise NotImplementedError
 
     def count_items(self, inputs: dict[str, Tensor]) -> Tensor:
-        """What a batch adds to the number its step's loss is divided by: `[]`, here the weights of the trained tokens."""
+        """What a batch adds to the number its step's loss is divided by: `[]`, here the weights of the trained tokens. Where a loss needs more such
+        numbers it is a list of them, of which the first counts what a mean over a held-out set is over."""
         return inputs["edge_weight"].sum()
 
     def record(self, sink: MetricSink, scores: Any, inputs: dict[str, Tensor]) -> None:
@@ -206,7 +206,46 @@ class BaseTrainer(ResumingTrainer):
             if values is not None:
                 sink.add_mean(name, (values.detach().float() * trained).sum(), trained.sum())
 
+    def record_tokens(
+        self,
+        sink: MetricSink,
+        scores: Any,
+        inputs: dict[str, Tensor],
+        *,
+        chosen: Tensor,
+        counted: Tensor | None = None,
+        accuracy_of_chosen: bool = False,
+    ) -> None:
+        """Means over the terms of samples that are compared: `entropy`, `logits/chosen`, `logits/rejected` and perhaps `mean_token_accuracy`.
+
+        Args:
+            chosen: `[T]` bool, whether a term is of a better completion.
+            counted: `[T]` bool, which terms count at all; None for all that are no fillers.
+        """
+        edge, real = inputs["term_edge"], inputs["term_weight"] > 0
+        real = real if counted is None else real & counted
+        wanted = [("entropy", scores.entropy, real)]
+        wanted += [("logits/chosen", scores.mean_logit, real & chosen)]
+        wanted += [("logits/rejected", scores.mean_logit, real & ~chosen)]
+        if accuracy_of_chosen:
+            wanted += [("mean_token_accuracy", scores.top1, real & chosen)]
+        for name, values, where in wanted:
+            sink.add_mean(name, values.detach().float()[edge].masked_fill(~where, 0.0).sum(), where.sum())
+
+    def finish_metrics(self, means: dict[str, float]) -> None:
+        """Add to the means since they were last read what is made of them."""
+
     # ---- construction ----
+
+    def preparation(self, name: str) -> dict[str, Any]:
+        """How a dataset is prepared, whatever the method."""
+        return {
+            "max_length": self.args.max_length,
+            "eos_token": self.args.eos_token,
+            "num_proc": self.args.dataset_num_proc,
+            "limits": self.token_limits,
+            "name": name,
+        }
 
     def _own_args(self, args: BaseConfig | None, model: Any) -> BaseConfig:
         if args is None:
@@ -288,7 +327,7 @@ class BaseTrainer(ResumingTrainer):
         if not batch_samples:
             return None
         check_batch(batch_samples[0])
-        count = torch.stack([self.count_items(batch).to(device) for batch in batch_samples]).sum()
+        count = torch.stack([self.count_items(batch).to(device) for batch in batch_samples]).sum(0)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.reduce(count, reduction="sum")
         return count
@@ -324,9 +363,10 @@ class BaseTrainer(ResumingTrainer):
         self.record(sink, scores, inputs)
         if scores.aux_loss is not None:
             sink.add_mean("aux_loss", scores.aux_loss, torch.ones_like(scores.aux_loss))
-        tokens, forest_tokens = inputs["sequence_tokens"], inputs["real_tokens"].sum()
+        forest_tokens = inputs["real_tokens"].sum()
+        tokens = inputs.get("data_tokens", inputs["sequence_tokens"])
         sink.add_count("num_tokens", tokens)
-        sink.add_mean("packing_ratio", tokens, forest_tokens)
+        sink.add_mean("packing_ratio", inputs["sequence_tokens"], forest_tokens)
         sink.add_mean("fill", forest_tokens, torch.full_like(forest_tokens, inputs["input_ids"].numel()))
         if mode == "train":
             self._step_tokens.append(tokens)
@@ -341,7 +381,7 @@ class BaseTrainer(ResumingTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             scores = self.score(model, inputs)
             self._sinks["eval"].add_mean(
-                "loss", self.compute_scored_loss(scores, inputs, 1.0), self.count_items(inputs)
+                "loss", self.compute_scored_loss(scores, inputs, 1.0), self.count_items(inputs).flatten()[0]
             )
             self._record("eval", scores, inputs)
         return None, None, None
@@ -394,6 +434,7 @@ class BaseTrainer(ResumingTrainer):
         """Log; the metrics of the steps since the last time are merged into a training step's."""
         if "loss" in logs:
             means, counts = self._sinks["train"].read(self._reduce())
+            self.finish_metrics(means)
             totals = self._totals(counts)
             since = {name: total - self._counts_logged.get(name, 0) for name, total in totals.items()}
             self._counts_logged = totals
@@ -442,6 +483,7 @@ class BaseTrainer(ResumingTrainer):
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
             means, counts = self._sinks["eval"].read(self._reduce())
+            self.finish_metrics(means)
             self._sinks["eval"] = MetricSink(self.args.device)  # counts are of this evaluation alone
             means["num_tokens"] = counts.get("num_tokens", 0)
         if self._shape_watch is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trellium.errors import ConfigError
-from trellium.ops.preference import PREFERENCE_LOSSES, PreferenceOptions
+from trellium.ops.preference import PREFERENCE_LOSSES, PreferenceOptions, problem_with
 from trellium.trainers.reference_config import ReferenceConfig
 
 
@@ -60,3 +60,5 @@ class DPOConfig(ReferenceConfig):
             use_weighting=self.use_weighting,
             discopop_tau=self.discopop_tau,
         )
+        if (problem := problem_with(self.preference)) is not None:
+            raise ConfigError(problem)

@@ -49,13 +49,24 @@ class ReferencedTrainer(BaseTrainer):
     reference: ReferencePolicy | None = None
 
     def __init__(
-        self, model: Any, ref_model: Any = None, args: ReferenceConfig | None = None, **arguments: Any
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: ReferenceConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **arguments: Any,
     ) -> None:
         if ref_model is not None and ref_model is model:
             raise ConfigError(
                 "ref_model is the model itself, which would move with it. Leave ref_model out: the reference is the model as it is now."
             )
-        super().__init__(model, args, **arguments)
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        super().__init__(
+            model, args, data_collator=data_collator, processing_class=processing_class, **datasets, **arguments
+        )
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if sharded and ref_model is None and not self.args.precompute_ref_log_probs:
             raise ConfigError(
@@ -132,7 +143,7 @@ class ReferencedTrainer(BaseTrainer):
         if isinstance(dataset, IterableDataset):
             size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
             return dataset.map(self._score_rows, batched=True, batch_size=size)
-        fingerprint = Hasher.hash((dataset._fingerprint, self.reference.fingerprint(), self._reference_options()))
+        fingerprint = Hasher.hash((dataset._fingerprint, self.reference.fingerprint(), self.reference_options()))
         cache = dataset._get_cache_file_path(fingerprint)
         if not (dataset.cache_files and os.path.exists(cache)):
             columns: dict[str, list[float]] = {key: [] for key in self.reference_columns}
@@ -147,7 +158,7 @@ class ReferencedTrainer(BaseTrainer):
                     scored.map(cache_file_name=cache, new_fingerprint=fingerprint)
         return concatenate_datasets([dataset, Dataset.from_file(cache)], axis=1)
 
-    def _reference_options(self) -> tuple:
+    def reference_options(self) -> tuple:
         """What the values depend on beside rows and weights."""
         return (self.reference_columns,)
 

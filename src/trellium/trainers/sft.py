@@ -88,18 +88,17 @@ class SFTTrainer(BaseTrainer):
         args = self.args
         packs = args.packing if name == "train" else args.packs_evaluation
         cuts = not packs or args.packing_strategy == "bfd"  # the others split what is longer
+        common = self.preparation(name)
+        if not cuts:
+            common |= {"max_length": None, "limits": replace(self.token_limits, positions=None)}
         options = PrepareOptions(
-            max_length=args.max_length if cuts else None,
             truncation_mode=args.truncation_mode,
             completion_only_loss=args.completion_only_loss,
             assistant_only_loss=args.assistant_only_loss,
             dataset_text_field=args.dataset_text_field,
-            eos_token=args.eos_token,
-            num_proc=args.dataset_num_proc,
             formatting_func=self._formatting_func,
             skip_prepare=args.skip_prepare_dataset,
-            limits=self.token_limits if cuts else replace(self.token_limits, positions=None),
-            name=name,
+            **common,
         )
         prepared = prepare_dataset(dataset, self.processing_class, options)
         if packs and "seq_lengths" not in (prepared.column_names or ()):
