@@ -22,8 +22,8 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from trellium.capabilities import capabilities
 from trellium.data.samples import ReadTokens, RowReader
@@ -34,9 +34,6 @@ from trellium.models.blocks import compile_blocks
 from trellium.models.loading import load_model
 from trellium.models.reference import disable_dropout
 from trellium.models.scoring import install_scores
-from trellium.monitor import ledger
-from trellium.monitor.metrics import MetricSink
-from trellium.monitor.throughput import ThroughputMeter
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
 from trellium.trainers.arguments import check_batch, check_collator, forest_fields, refuse_arguments
 from trellium.trainers.base_config import BaseConfig
@@ -49,8 +46,9 @@ from trellium.trainers.checkpoints import (
     write_model_card,
 )
 from trellium.trainers.layouts import layout_of
+from trellium.trainers.metered import MeteredTrainer
 from trellium.trainers.mixture import RouterLoss
-from trellium.trainers.resuming import ResumingTrainer, refused_by_transformers
+from trellium.trainers.resuming import refused_by_transformers
 from trellium.trainers.run_plan import plan_run
 from trellium.trainers.starting_point import (
     model_of,
@@ -64,11 +62,8 @@ from trellium.trainers.warm_up import ShapeWatch, warm_up
 
 logger = logging.getLogger(__name__)
 
-_COUNTERS = "trellium"
-"""The key of our counters in a checkpoint's `trainer_state.json`, among the states of callbacks."""
 
-
-class BaseTrainer(ResumingTrainer):
+class BaseTrainer(MeteredTrainer):
     """The common base; use one of its subclasses.
 
     Args:
@@ -165,10 +160,6 @@ class BaseTrainer(ResumingTrainer):
                 mode=args.torch_compile_mode,
                 dynamic=self._dynamic_shapes,
             )
-        self._shape_watch: ShapeWatch | None = None  # from the warm-up on
-        self.throughput = ThroughputMeter(args.device)
-        self._start_counting({})
-        self.add_callback(_StepTimes(self))
 
     # ---- what a method defines ----
 
@@ -198,42 +189,6 @@ class BaseTrainer(ResumingTrainer):
         """What a batch adds to the number its step's loss is divided by: `[]`, here the weights of the trained tokens. Where a loss needs more such
         numbers it is a list of them, of which the first counts what a mean over a held-out set is over."""
         return inputs["edge_weight"].sum()
-
-    def record(self, sink: MetricSink, scores: Any, inputs: dict[str, Tensor]) -> None:
-        """Add the method's own metrics of a batch, on the device; here means over the trained tokens."""
-        trained = (inputs["edge_weight"] > 0).float()
-        for name, values in (("entropy", scores.entropy), ("mean_token_accuracy", scores.top1)):
-            if values is not None:
-                sink.add_mean(name, (values.detach().float() * trained).sum(), trained.sum())
-
-    def record_tokens(
-        self,
-        sink: MetricSink,
-        scores: Any,
-        inputs: dict[str, Tensor],
-        *,
-        chosen: Tensor,
-        counted: Tensor | None = None,
-        accuracy_of_chosen: bool = False,
-    ) -> None:
-        """Means over the terms of samples that are compared: `entropy`, `logits/chosen`, `logits/rejected` and perhaps `mean_token_accuracy`.
-
-        Args:
-            chosen: `[T]` bool, whether a term is of a better completion.
-            counted: `[T]` bool, which terms count at all; None for all that are no fillers.
-        """
-        edge, real = inputs["term_edge"], inputs["term_weight"] > 0
-        real = real if counted is None else real & counted
-        wanted = [("entropy", scores.entropy, real)]
-        wanted += [("logits/chosen", scores.mean_logit, real & chosen)]
-        wanted += [("logits/rejected", scores.mean_logit, real & ~chosen)]
-        if accuracy_of_chosen:
-            wanted += [("mean_token_accuracy", scores.top1, real & chosen)]
-        for name, values, where in wanted:
-            sink.add_mean(name, values.detach().float()[edge].masked_fill(~where, 0.0).sum(), where.sum())
-
-    def finish_metrics(self, means: dict[str, float]) -> None:
-        """Add to the means since they were last read what is made of them."""
 
     # ---- construction ----
 
@@ -357,22 +312,6 @@ class BaseTrainer(ResumingTrainer):
         fused = self.fused_loss if torch.is_grad_enabled() else None
         return model(**fields, score_outputs=self.score_outputs, fused_loss=fused)
 
-    def _record(self, mode: str, scores: Any, inputs: dict[str, Tensor]) -> None:
-        """Add a batch to the metrics, on the device."""
-        sink = self._sinks[mode]
-        self.record(sink, scores, inputs)
-        if scores.aux_loss is not None:
-            sink.add_mean("aux_loss", scores.aux_loss, torch.ones_like(scores.aux_loss))
-        forest_tokens = inputs["real_tokens"].sum()
-        tokens = inputs.get("data_tokens", inputs["sequence_tokens"])
-        sink.add_count("num_tokens", tokens)
-        sink.add_mean("packing_ratio", inputs["sequence_tokens"], forest_tokens)
-        sink.add_mean("fill", forest_tokens, torch.full_like(forest_tokens, inputs["input_ids"].numel()))
-        if mode == "train":
-            self._step_tokens.append(tokens)
-            sink.add_count("trained_tokens", (inputs["edge_weight"] > 0).sum())
-            self.throughput.forwarded(inputs["input_ids"].numel())
-
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
@@ -388,14 +327,6 @@ class BaseTrainer(ResumingTrainer):
 
     # ---- metrics ----
 
-    def _start_counting(self, counts_before: dict[str, int]) -> None:
-        self._sinks = {mode: MetricSink(self.args.device) for mode in ("train", "eval")}
-        self._counts_before = counts_before
-        self._counts_logged = dict(counts_before)
-        self._step_tokens: list[Tensor] = []
-        self._compiled_before = ledger.mark()
-        self.throughput.restart()
-
     def run_begins(self) -> None:
         """Compile what is planned, before the first step."""
         if self.plan is not None and self.args.torch_compile:
@@ -410,47 +341,6 @@ class BaseTrainer(ResumingTrainer):
             return super()._get_dataloader(*args, is_training=is_training, **kwargs)
         finally:
             self.data_collator = collator
-
-    def step_ended(self) -> None:
-        """Count the tokens of an optimizer step that compiled nothing for the steady rate."""
-        if self._shape_watch is not None:
-            self._shape_watch.check(f"step {self.state.global_step}")
-        steady = self.throughput.step_ends()
-        tokens, self._step_tokens = self._step_tokens, []
-        for count in tokens:
-            self._sinks["train"].add_count("steady_tokens", count if steady else torch.zeros_like(count))
-
-    def _reduce(self) -> Callable[[Tensor], Tensor] | None:
-        if self.accelerator.num_processes == 1:
-            return None
-        return lambda sums: self.accelerator.reduce(sums, reduction="sum")
-
-    def _totals(self, counts: dict[str, int]) -> dict[str, int]:
-        return {
-            name: self._counts_before.get(name, 0) + counts.get(name, 0) for name in (*self._counts_before, *counts)
-        }
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; the metrics of the steps since the last time are merged into a training step's."""
-        if "loss" in logs:
-            means, counts = self._sinks["train"].read(self._reduce())
-            self.finish_metrics(means)
-            totals = self._totals(counts)
-            since = {name: total - self._counts_logged.get(name, 0) for name, total in totals.items()}
-            self._counts_logged = totals
-            logs.update(means, num_tokens=totals.get("num_tokens", 0))
-            logs.update(
-                self.throughput.read(
-                    real=since.get("num_tokens", 0),
-                    trained=since.get("trained_tokens", 0),
-                    steady=since.get("steady_tokens", 0),
-                    processes=self.accelerator.num_processes,
-                )
-            )
-            compiled = ledger.metrics(self._compiled_before)
-            if compiled["compile/graphs"]:
-                logs.update(compiled)
-        super().log(logs, start_time)
 
     def evaluate(
         self,
@@ -468,28 +358,6 @@ class BaseTrainer(ResumingTrainer):
     ) -> PredictionOutput:
         """The metrics of a held-out set, which may be raw rows or prepared ones; its `predictions` are None, because logits are never made."""
         return super().predict(self._prepare(test_dataset, metric_key_prefix), ignore_keys, metric_key_prefix)
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """As in `transformers.Trainer`, with one sum over the whole set for every metric, the loss included."""
-        with self.throughput.paused():
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-            means, counts = self._sinks["eval"].read(self._reduce())
-            self.finish_metrics(means)
-            self._sinks["eval"] = MetricSink(self.args.device)  # counts are of this evaluation alone
-            means["num_tokens"] = counts.get("num_tokens", 0)
-        if self._shape_watch is not None:
-            self._shape_watch.check("evaluation")
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
-        return output
 
     # ---- checkpoints ----
 
@@ -509,15 +377,10 @@ class BaseTrainer(ResumingTrainer):
         self.resume_point = checkpoint
         return super().train(resume_from_checkpoint=checkpoint, **kwargs)
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        started = super()._init_training_state(*args, **kwargs)
-        self._start_counting(dict(self.state.stateful_callbacks.get(_COUNTERS, {})))
-        return started
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with self.throughput.paused():
             begin_checkpoint(self.args.output_dir, self.state.global_step)
-            self.state.stateful_callbacks[_COUNTERS] = self._totals(self._sinks["train"].counts(self._reduce()))
+            self.keep_counts()
             super()._save_checkpoint(model, trial)
         if not self.args.save_only_model:
             self.resume_point = os.path.join(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
@@ -533,22 +396,6 @@ class BaseTrainer(ResumingTrainer):
         """Write a short README.md beside the weights: from what, by which method, how to load it."""
         folder = output_dir or self.args.output_dir
         write_model_card(folder, self.method, name_of(self.model), adapter=is_adapted(self.model))
-
-
-class _StepTimes(TrainerCallback):
-    """Tells the trainer's meter when an optimizer step begins and ends."""
-
-    def __init__(self, trainer: BaseTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.run_begins()
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.throughput.step_begins()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._trainer.step_ended()
 
 
 def _keep_batches_apart(args: BaseConfig) -> None:
