@@ -289,6 +289,20 @@ def test_one_graph_serves_every_filling_of_a_shape():
     assert counter.frame_count == 1
 
 
+@pytest.mark.skipif(not hasattr(torch, "neuron"), reason="no device")
+def test_no_loss_leaves_a_device_of_fixed_shapes():
+    options = PreferenceOptions(loss_type=LOSSES, label_smoothing=0.1, ld_alpha=0.5)
+    terms, real = make_terms([2, 3, 4, 1, 0, 0], fillers=6, dtype=torch.float32), torch.tensor([True, True, False])
+    expected = loss_of(terms, real, options)
+    moved = Terms(**{name: value.detach().to("neuron") for name, value in vars(terms).items()})
+    moved.logprob.requires_grad_()
+    torch.neuron.clear_op_tracking()
+    loss = preference_loss(scores_of(moved, real.to("neuron"), options), options, pairs=2, chosen_tokens=6)
+    found = value_and_gradient(loss, moved)
+    assert torch.neuron.get_fallback_ops() == []
+    torch.testing.assert_close(tuple(value.cpu() for value in found), expected)
+
+
 def test_weighting_without_the_scores_it_needs_is_refused():
     terms, real = make_terms([1, 1]), torch.ones(1, dtype=torch.bool)
     scores = scores_of(terms, real, PreferenceOptions())

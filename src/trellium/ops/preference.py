@@ -45,7 +45,11 @@ class PreferenceSums:
 
 
 def preference_sums(scores: PairScores, options: PreferenceOptions) -> PreferenceSums:
-    """Σ over losses and pairs of loss weight · pair weight · value. A pair that fills up adds nothing, also to gradients."""
+    """Σ over losses and pairs of loss weight · pair weight · value. A pair that fills up adds nothing, also to gradients.
+
+    Raises:
+        ValueError: pairs are to be weighted, but `scores` came without `log_sum_p2`.
+    """
     total = {"pairs": scores.chosen_nll.new_zeros(())}
     for name, factor in options.weighted_losses():
         values = PREFERENCE_LOSSES[name](scores, options)

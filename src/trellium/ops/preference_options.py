@@ -161,5 +161,5 @@ class PreferenceOptions:
 
 
 def needed_scores(options: PreferenceOptions) -> tuple[str, ...]:
-    """What the losses want of the policy's head beside nothing else: names of `trellium.ops.head.OUTPUTS`. Of the reference, `logprob`."""
+    """What the losses need of the policy's head and no more, names of `trellium.ops.head.OUTPUTS`; of the reference they need `logprob`."""
     return ("logprob", "log_sum_p2") if options.use_weighting else ("logprob",)
