@@ -10,7 +10,9 @@ from datasets import Dataset
 
 from tests.tiny_tokenizer import CHATML, CHATML_MARKED, tiny_tokenizer
 from trellium.data.prepare import PrepareOptions, prepare_dataset
+from trellium.data.rows import read_contents
 from trellium.data.templates import ChatTemplate, tokens_in_spans
+from trellium.errors import DatasetError
 
 pytestmark = pytest.mark.peers
 
@@ -66,9 +68,21 @@ def test_an_assistants_mask_is_trls_but_for_the_line_break_after_the_end_of_turn
     assert [int(label != -100) for label in ours["labels"]] == theirs["assistant_masks"]
 
 
-def _templates():
+def _stock_tokenizers():
+    """Each template that TRL brings, but the marked ones, with a tokenizer that knows its special tokens."""
     trl = pytest.importorskip("trl")
-    return sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
+        if path.stem.endswith("_training"):
+            continue
+        template = path.read_text()
+        tokenizer = tiny_tokenizer(template)
+        written = {
+            token
+            for token in re.findall(r"<[|｜]?[A-Za-z_▁]+[|｜]?>", template)
+            if "|" in token or "｜" in token or "turn" in token
+        }
+        tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": sorted(written)})
+        yield path, tokenizer
 
 
 def test_of_the_stock_templates_that_trl_brings_every_assistants_turn_is_found():
@@ -80,17 +94,7 @@ def test_of_the_stock_templates_that_trl_brings_every_assistants_turn_is_found()
         {"role": "assistant", "content": "very well"},
     ]
     compared = found = 0
-    for path in _templates():
-        if path.stem.endswith("_training"):
-            continue
-        template = path.read_text()
-        tokenizer = tiny_tokenizer(template)
-        written = {
-            token
-            for token in re.findall(r"<[|｜]?[A-Za-z_▁]+[|｜]?>", template)
-            if "|" in token or "｜" in token or "turn" in token
-        }
-        tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": sorted(written)})
+    for path, tokenizer in _stock_tokenizers():
         chat = ChatTemplate(tokenizer)
         text = chat.render(messages, where=path.stem)
         spans = chat.assistant_spans(messages, text, where=path.stem)
@@ -103,7 +107,7 @@ def test_of_the_stock_templates_that_trl_brings_every_assistants_turn_is_found()
         if not marked.exists():
             continue
         theirs = tokenizer.apply_chat_template(
-            chat._as_wanted(messages),
+            chat._as_wanted(messages, path.stem),
             chat_template=marked.read_text(),
             tokenize=True,
             return_dict=True,
@@ -116,3 +120,32 @@ def test_of_the_stock_templates_that_trl_brings_every_assistants_turn_is_found()
             compared += 1
     assert found >= 35
     assert compared >= 20
+
+
+def test_of_the_stock_templates_those_that_write_calls_of_tools_write_json_arguments_as_arguments():
+    """And the others refuse the row, because they would write a turn that says nothing."""
+    call = {"type": "function", "function": {"name": "look", "arguments": '{"city": "Paris", "days": "7"}'}}
+    properties = {"city": {"type": "string", "description": "a"}, "days": {"type": "integer", "description": "b"}}
+    parameters = {"type": "object", "properties": properties, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "look", "description": "c", "parameters": parameters}}
+    row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool]}
+    written = []
+    for path, tokenizer in _stock_tokenizers():
+        (messages,), asked = read_contents(row, path.stem, ("messages",), conversational=True)
+        chat = ChatTemplate(tokenizer)
+        if "tool_calls" not in path.read_text():
+            with pytest.raises(DatasetError, match="does not write calls"):
+                chat.render(messages, **asked)
+            continue
+        if (
+            path.stem == "deepseek_r1_distill"
+        ):  # writes calls of a message without content only, of which transformers makes another
+            continue
+        text = chat.render(messages, **asked)
+        said = text.split(USER["content"])[-1]
+        assert re.search(r"look\W.*city.*Paris.*days.*7", said, re.DOTALL), path.stem
+        assert '\\"' not in said, path.stem
+        assert not re.search("""['"]7['"]""", said), path.stem
+        written.append(path.stem)
+    assert len(written) >= 27
+    assert {"qwen3", "deepseekv3", "llama3_1", "gptoss", "gemma4", "glm4moe"} <= set(written)

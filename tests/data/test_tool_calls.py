@@ -7,7 +7,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from tests.tiny_tokenizer import tiny_tokenizer
+from tests.tiny_tokenizer import CHATML, tiny_tokenizer
 from trellium.data.preferences import PreferenceOptions, prepare_preferences
 from trellium.data.prepare import PrepareOptions, prepare_dataset
 from trellium.data.rows import read_contents, read_messages
@@ -45,12 +45,26 @@ def written(template, row):
 @pytest.mark.parametrize("template", [AS_OBJECT, AS_TEXT, AS_SHOWN], ids=["object", "text", "shown"])
 @pytest.mark.parametrize("encode", [lambda arguments: arguments, json.dumps], ids=["an object", "JSON"])
 def test_arguments_in_either_form_are_written_once_as_json_by_any_template(template, encode):
-    """TRL issues 3110 and 2775: a template that dumps an object writes a JSON string with its quotes escaped, one that concatenates refuses an object."""
+    """Axolotl's pull request 3136 and oumi's 2599: a template that dumps an object writes a JSON string with its quotes escaped, silently; one that
+    concatenates refuses an object. Datasets hold both."""
     row = {
         "messages": [USER, calling(encode({"city": "Paris", "days": "7"}))],
         "tools": [tool(days={"type": "integer"})],
     }
     assert json.loads(written(template, row)) == {"city": "Paris", "days": 7}
+
+
+def test_a_template_that_does_not_write_calls_is_refused_where_a_message_calls():
+    tokenizer = tiny_tokenizer(CHATML)
+    options = PrepareOptions(max_length=None)
+    silent = Dataset.from_list([{"messages": [USER, calling({"a": 1})]}])
+    with pytest.raises(
+        DatasetError, match=r"^train: row 0 \(from 0\): a message calls a tool, but .*chat_template_path"
+    ):
+        prepare_dataset(silent, tokenizer, options)
+    for calls in ([], None):
+        rows = Dataset.from_list([{"messages": [USER, {"role": "assistant", "content": "hello", "tool_calls": calls}]}])
+        assert len(prepare_dataset(rows, tokenizer, options)) == 1
 
 
 def test_arguments_are_typed_in_pairs_too():

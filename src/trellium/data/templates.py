@@ -20,6 +20,7 @@ Cost: two more renderings an assistant turn, about 70 µs each, and no more toke
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 _SENTINEL = "\ue0f0\ue0f1"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
+"""What a template raises at a conversation it cannot write."""
 
 Span = tuple[int, int]
 
@@ -104,48 +108,59 @@ class ChatTemplate:
         Raises:
             DatasetError: the template refuses the conversation; carries the template's own words.
         """
+        wanted = self._as_wanted(messages, where)
         try:
             return self.tokenizer.apply_chat_template(
-                self._as_wanted(messages),
+                wanted,
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 continue_final_message=continue_final_message,
                 **(options or {}),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except _REFUSALS as error:
             roles = ", ".join(message["role"] for message in messages[:8]) + (", …" if len(messages) > 8 else "")
             raise DatasetError(
                 f"{where}: the tokenizer's chat template refuses this conversation (roles {roles}): {error}. "
                 "Change the row to what the template expects, or set another template with chat_template_path."
             ) from error
 
-    def _as_wanted(self, messages: list[Message]) -> list[Message]:
-        """The messages in the form that this template writes: contents as blocks, arguments of calls as JSON."""
-        wanted = messages
-        if self._wants_blocks:
-            wanted = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in wanted]
-        if any("tool_calls" in message for message in messages) and self._wants_json_arguments:
-            wanted = [_with_json_arguments(message) for message in wanted]
-        return wanted
+    def _as_wanted(self, messages: list[Message], where: str) -> list[Message]:
+        """The messages in the form that this template writes: contents as blocks, calls of tools as it takes them."""
+        if any("tool_calls" in message for message in messages):
+            if self._wants_json_arguments is None:
+                raise DatasetError(
+                    f"{where}: a message calls a tool, but the tokenizer's chat template does not write calls, so the model would learn to say nothing. "
+                    "Set a template that does with chat_template_path, or leave the row out."
+                )
+            if self._wants_json_arguments:
+                messages = [_with_json_arguments(message) for message in messages]
+        return self._in_blocks(messages) if self._wants_blocks else messages
+
+    def _in_blocks(self, messages: list[Message]) -> list[Message]:
+        return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
     @functools.cached_property
-    def _wants_json_arguments(self) -> bool:
-        """Whether the template concatenates the arguments of a call, so that they must be a string: an object is refused, or written as Python does."""
+    def _wants_json_arguments(self) -> bool | None:
+        """Whether the template concatenates the arguments of a call, so that they must be JSON: an object is refused, or written as Python does.
 
-        def written(arguments: object) -> str:
-            call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
-            asking = {"role": "user", "content": "a"}
-            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                return self.tokenizer.apply_chat_template([asking, calling], tokenize=False)
-            except (jinja2.TemplateError, TypeError, ValueError, KeyError):
-                return ""
-
-        as_object = written({"a": _SENTINEL})
-        if _SENTINEL in as_object and str({"a": _SENTINEL}) not in as_object:
-            return False
-        return _SENTINEL in written(json.dumps({"a": _SENTINEL}, ensure_ascii=False))
+        None if it passes over calls in silence.
+        """
+        name, arguments = _SENTINEL[::-1], {"a": _SENTINEL}
+        function = {"name": name, "arguments": arguments}
+        call = {"type": "function", "id": "call00000", "function": function, **function}
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        written: dict[bool, str] = {}
+        for as_json in (False, True):
+            conversation = [{"role": "user", "content": "a"}, _with_json_arguments(calling) if as_json else calling]
+            with contextlib.suppress(*_REFUSALS):
+                written[as_json] = self.tokenizer.apply_chat_template(
+                    self._in_blocks(conversation) if self._wants_blocks else conversation, tokenize=False
+                )
+        best = [as_json for as_json, text in written.items() if _SENTINEL in text and str(arguments) not in text]
+        named = [as_json for as_json, text in written.items() if name in text]
+        # A template that refuses both may do so for what else it misses in these two messages.
+        return next(iter((*best, *named)), None if written else False)
 
     def encode_marked(
         self,
@@ -158,7 +173,7 @@ class ChatTemplate:
         """The tokens of a conversation and, by the template's own `{% generation %}` marks, `[n]` bool of what the assistant wrote."""
         self.render(messages, where=where, tools=tools, options=options)  # the error with the row, if there is one
         encoded = self.tokenizer.apply_chat_template(
-            self._as_wanted(messages),
+            self._as_wanted(messages, where),
             tools=tools,
             tokenize=True,
             return_dict=True,
@@ -283,14 +298,12 @@ class ChatTemplate:
         return start + len(written) if written.endswith(self.special_tokens) else end
 
 
-def _with_json_arguments(value: Any) -> Any:
-    """A message, or a call in it, with the `arguments` of every call as JSON."""
-    if not isinstance(value, dict):
-        return value
+def _with_json_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    """A message, or a call in it, with the arguments of every call as JSON."""
     changed = dict(value)
     if "tool_calls" in value:
         changed["tool_calls"] = [_with_json_arguments(call) for call in value["tool_calls"]]
-    if "function" in value:
+    if isinstance(value.get("function"), dict):
         changed["function"] = _with_json_arguments(value["function"])
     if isinstance(value.get("arguments"), dict):
         changed["arguments"] = json.dumps(value["arguments"], ensure_ascii=False)
