@@ -110,7 +110,7 @@ def log_report(report: PreparationReport, called: str) -> None:
     if report.unstopped:
         logger.warning(
             "%s: in %d of %d rows the assistant's last trained token is not a special token, so the model does not learn there to end its turn. "
-            "Let the chat template write the end-of-turn token inside its {%% generation %%} marks.",
+            "Let the chat template write an end-of-turn token after what the assistant says, inside its {%% generation %%} marks if it has these.",
             called,
             report.unstopped,
             report.rows,

@@ -168,10 +168,12 @@ class Supervised:
         marked = []
         for at, (messages, text, (_, asked)) in enumerate(zip(conversations, texts, read, strict=True)):
             ids = list(encoded["input_ids"][at])
-            row = _Marked(ids, np.ones(len(ids), dtype=bool))
             if self.assistant_only_loss:
                 offsets = encoded["offset_mapping"][at] if derive else None
                 row = self._assistant_turns(chat, messages, text, asked, ids, offsets)
+            else:
+                unstopped = messages[-1]["role"] == "assistant" and not text.rstrip().endswith(chat.special_tokens)
+                row = _Marked(ids, np.ones(len(ids), dtype=bool), unstopped=unstopped)
             marked.append(row)
         if self.format.kind == "messages":
             return marked
