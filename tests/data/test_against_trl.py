@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
+from tests.data.stock_templates import stock_tokenizers
 from tests.tiny_tokenizer import CHATML, CHATML_MARKED, tiny_tokenizer
 from trellium.data.prepare import PrepareOptions, prepare_dataset
 from trellium.data.rows import read_contents
@@ -68,23 +68,6 @@ def test_an_assistants_mask_is_trls_but_for_the_line_break_after_the_end_of_turn
     assert [int(label != -100) for label in ours["labels"]] == theirs["assistant_masks"]
 
 
-def _stock_tokenizers():
-    """Each template that TRL brings, but the marked ones, with a tokenizer that knows its special tokens."""
-    trl = pytest.importorskip("trl")
-    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
-        if path.stem.endswith("_training"):
-            continue
-        template = path.read_text()
-        tokenizer = tiny_tokenizer(template)
-        written = {
-            token
-            for token in re.findall(r"<[|｜]?[A-Za-z_▁]+[|｜]?>", template)
-            if "|" in token or "｜" in token or "turn" in token
-        }
-        tokenizer.add_special_tokens({"bos_token": "<s>", "additional_special_tokens": sorted(written)})
-        yield path, tokenizer
-
-
 def test_of_the_stock_templates_that_trl_brings_every_assistants_turn_is_found():
     """With the template as it is; of those for which TRL has a second, marked one, every turn lies within what that marks."""
     messages = [
@@ -94,7 +77,7 @@ def test_of_the_stock_templates_that_trl_brings_every_assistants_turn_is_found()
         {"role": "assistant", "content": "very well"},
     ]
     compared = found = 0
-    for path, tokenizer in _stock_tokenizers():
+    for path, tokenizer in stock_tokenizers():
         chat = ChatTemplate(tokenizer)
         text = chat.render(messages, where=path.stem)
         spans = chat.assistant_spans(messages, text, where=path.stem)
@@ -130,7 +113,7 @@ def test_of_the_stock_templates_those_that_write_calls_of_tools_write_json_argum
     tool = {"type": "function", "function": {"name": "look", "description": "c", "parameters": parameters}}
     row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool]}
     written = []
-    for path, tokenizer in _stock_tokenizers():
+    for path, tokenizer in stock_tokenizers():
         (messages,), asked = read_contents(row, path.stem, ("messages",), conversational=True)
         chat = ChatTemplate(tokenizer)
         if "tool_calls" not in path.read_text():

@@ -7,8 +7,10 @@ import copy
 import pytest
 from datasets import Dataset, DatasetDict
 
+from tests.data.stock_templates import stock_tokenizers
 from tests.tiny_tokenizer import CHATML, LLAMA3, QWEN3, tiny_tokenizer
 from trellium.data import conversion
+from trellium.data.templates import ChatTemplate
 from trellium.errors import DatasetError
 
 USER, ANSWER = {"role": "user", "content": "hi there"}, {"role": "assistant", "content": "hello"}
@@ -119,3 +121,46 @@ def test_a_row_that_cannot_be_rendered_is_refused_with_the_way_out():
         conversion.maybe_apply_chat_template(ROWS[MIXED], tokenizer)
     assert not conversion.is_conversational({"messages": []})
     assert not conversion.is_conversational_from_value({"conversations": []})
+
+
+BLOCKS = [{"type": "image"}, {"type": "text", "text": "which?"}, {"type": "image", "image": "own"}, {"type": "image"}]
+WITH_IMAGES = {
+    "texts": ([{"role": "system", "content": "s"}, USER, ANSWER, USER], ["a", "b"]),
+    "no images": ([USER, ANSWER], None),
+    "blocks": ([{"role": "user", "content": BLOCKS}, ANSWER], ["a", "b"]),
+    "blocks, then text": ([{"role": "user", "content": BLOCKS[:1]}, ANSWER], ["a"]),
+    "a call": ([USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, {"role": "tool", "content": "r"}], ["a"]),
+}  # fmt: skip
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("case", WITH_IMAGES)
+def test_messages_with_images_are_those_of_trl(case):
+    import trl
+
+    messages, images = WITH_IMAGES[case]
+    given = copy.deepcopy(messages)
+    assert conversion.prepare_multimodal_messages(given, images) == trl.prepare_multimodal_messages(messages, images)
+    assert given == messages
+
+
+def test_images_and_their_places_must_be_as_many():
+    with pytest.raises(DatasetError, match="1 images were given for 2 blocks"):
+        conversion.prepare_multimodal_messages([{"role": "user", "content": BLOCKS}], ["a"])
+    with pytest.raises(DatasetError, match="has the role 'martian'"):
+        conversion.prepare_multimodal_messages([{"role": "martian", "content": "a"}])
+
+
+@pytest.mark.peers
+def test_the_templates_that_support_tools_are_those_of_trl():
+    import trl
+
+    supported = []
+    for path, tokenizer in stock_tokenizers():
+        theirs = trl.supports_tool_calling(tokenizer)
+        # Of templates that want blocks of text TRL asks with texts, unless it is given the model's processor.
+        if conversion.supports_tool_calling(tokenizer) != theirs:
+            assert ChatTemplate(tokenizer)._wants_blocks, path.stem
+        supported.append(theirs)
+    assert 20 <= sum(supported) < len(supported)
+    assert not conversion.supports_tool_calling(tiny_tokenizer())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from trellium.data.rows import common_prefix_length, shared_prompt_length, shorten
+from trellium.data.templates import ChatTemplate
 from trellium.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -204,6 +205,67 @@ def maybe_unpair_preference_dataset(
     if not {"chosen", "rejected"} <= set(_columns(dataset) or []):
         return dataset
     return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+
+
+def prepare_multimodal_messages(messages: Sequence[Row], images: Sequence[Any] | None = None) -> list[dict[str, Any]]:
+    """Messages with their contents as blocks, and images in those blocks that wait for one.
+
+    Args:
+        messages: with texts or blocks as contents. Where the first user's content is a text, a block for every image is put before it.
+        images: one for each block `{"type": "image"}` that holds none yet, in order.
+
+    Raises:
+        DatasetError: more or fewer images than blocks for them, or another role than `system`, `user`, `assistant` or `tool`.
+    """
+    waiting = list(images or [])
+    prepared: list[dict[str, Any]] = []
+    first_user = True
+    for message in messages:
+        role, content = message["role"], message.get("content")
+        if role not in ("system", "user", "assistant", "tool"):
+            raise DatasetError(
+                f"a message has the role {shorten(role)}. It must be 'system', 'user', 'assistant' or 'tool'."
+            )
+        if isinstance(content, str):
+            before = [{"type": "image"} for _ in waiting] if role == "user" and first_user else []
+            first_user = first_user and role != "user"
+            message = {**message, "content": [*before, {"type": "text", "text": content}]}
+        prepared.append(dict(message))
+
+    def fillable(message: Row) -> list[dict]:
+        blocks = (message.get("content") or []) if message["role"] != "tool" else []
+        return [block for block in blocks if block["type"] == "image" and "image" not in block]
+
+    places = sum(len(fillable(message)) for message in prepared)
+    if places != len(waiting):
+        raise DatasetError(
+            f"{len(waiting)} images were given for {places} blocks of messages that wait for one. Give one for each {{'type': 'image'}}."
+        )
+    images_left = iter(waiting)
+    for message in prepared:
+        if wanting := fillable(message):
+            message["content"] = [
+                {**block, "image": next(images_left)} if any(block is each for each in wanting) else block
+                for block in message["content"]
+            ]
+    return prepared
+
+
+def supports_tool_calling(processing_class: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes all of an exchange with a tool: the name that is called, its arguments, and what it answers."""
+    if processing_class.chat_template is None:
+        return False
+    call = {"type": "function", "function": {"name": "callee_1d7", "arguments": {"key_2c5": "value_3b9"}}}
+    exchange: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "callee_1d7", "content": "answer_4a1"},
+    ]
+    try:
+        text = ChatTemplate(processing_class).render(exchange, where="an exchange with a tool")
+    except DatasetError:
+        return False
+    return all(part in text for part in ("callee_1d7", "key_2c5", "value_3b9", "answer_4a1"))
 
 
 def _first(dataset: Any) -> Any:

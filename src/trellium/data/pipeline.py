@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
+from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, List, Value
 
 from trellium.data.formats import RowFormat
 from trellium.data.report import FATE_REASONS, Fate, PreparationReport, log_report, why_none_is_left
@@ -27,6 +27,9 @@ from trellium.errors import ConfigError, DatasetError
 Row = dict[str, Any]
 Rows: TypeAlias = Dataset | IterableDataset
 Prepared: TypeAlias = tuple[Rows, PreparationReport | None]
+
+TOKENS = List(Value("int32"))
+"""The type of a column of tokens or labels."""
 
 _COUNTS = Features(
     {
@@ -159,6 +162,8 @@ class EncodeRows:
         columns: dict[str, list] = {}
         for name in self.kind.features:
             columns[name] = [row.values[name] for row in encoded]
+            if self.streaming:  # hands rows out as they are; a file of rows takes arrays, at less cost
+                columns[name] = [value.tolist() if isinstance(value, np.ndarray) else value for value in columns[name]]
         for name in self.keep:
             columns[name] = [read_number(rows[row.origin], places[row.origin], name) for row in encoded]
         if not self.streaming:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from datasets import Features, List, Value
+from datasets import Features
 
 from trellium.data.branches import Branches
 from trellium.data.encoding import Encoder, check_truncation_mode
 from trellium.data.formats import RowFormat, detect_preferences
-from trellium.data.pipeline import EncodedRow, PipelineOptions, Prepared, Row, Rows, encode_rows, open_rows
+from trellium.data.pipeline import TOKENS, EncodedRow, PipelineOptions, Prepared, Row, Rows, encode_rows, open_rows
 from trellium.data.report import Fate
 from trellium.data.rows import Asked, Content, joined, read_preference, read_token_list
 from trellium.data.token_checks import TokenLimits
@@ -27,8 +27,6 @@ from trellium.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_TOKENS = List(Value("int32"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class Preferences:
     @property
     def features(self) -> Features:
         """`prompt_ids`, `chosen_ids`, `rejected_ids`."""
-        return Features(prompt_ids=_TOKENS, chosen_ids=_TOKENS, rejected_ids=_TOKENS)
+        return Features(prompt_ids=TOKENS, chosen_ids=TOKENS, rejected_ids=TOKENS)
 
     def encode(self, rows: list[Row], places: list[str]) -> list[EncodedRow]:
         """One row of tokens a row."""
@@ -113,7 +111,7 @@ class PreferredSequences:
     @property
     def features(self) -> Features:
         """`chosen_ids`, `rejected_ids`."""
-        return Features(chosen_ids=_TOKENS, rejected_ids=_TOKENS)
+        return Features(chosen_ids=TOKENS, rejected_ids=TOKENS)
 
     def encode(self, rows: list[Row], places: list[str]) -> list[EncodedRow]:
         """One row of tokens a row."""

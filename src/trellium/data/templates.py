@@ -94,7 +94,6 @@ class ChatTemplate:
         tools: list[dict] | None = None,
         options: dict[str, Any] | None = None,
         generation_prompt: bool = False,
-        continue_final_message: bool = False,
     ) -> str:
         """The conversation as text.
 
@@ -103,7 +102,6 @@ class ChatTemplate:
             tools: JSON schemas of the tools that the system prompt offers.
             options: more variables of the template, the row's `chat_template_kwargs`.
             generation_prompt: end with what the template gives before an answer.
-            continue_final_message: end inside the last message, without its end of turn.
 
         Raises:
             DatasetError: the template refuses the conversation; carries the template's own words.
@@ -115,7 +113,6 @@ class ChatTemplate:
                 tools=tools,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                continue_final_message=continue_final_message,
                 **(options or {}),
             )
         except _REFUSALS as error:

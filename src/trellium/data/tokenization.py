@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from datasets import Features, List, Value
+from datasets import Features
 
 from trellium.data.encoding import Encoder
 from trellium.data.formats import RowFormat
-from trellium.data.pipeline import EncodedRow, Row
+from trellium.data.pipeline import TOKENS, EncodedRow, Row
 from trellium.data.report import Fate
 from trellium.data.rows import (
     Asked,
@@ -64,7 +64,7 @@ class Supervised:
     @property
     def features(self) -> Features:
         """`input_ids`, `labels`."""
-        return Features(input_ids=List(Value("int32")), labels=List(Value("int32")))
+        return Features(input_ids=TOKENS, labels=TOKENS)
 
     def encode(self, rows: list[Row], places: list[str]) -> list[EncodedRow]:
         """One row of tokens a row."""
@@ -99,7 +99,7 @@ class Supervised:
             fate = Fate.TRUNCATED_AWAY
         else:
             fate = Fate.TOO_SHORT if len(ids) < 2 else Fate.ALL_MASKED
-        values = {"input_ids": ids, "labels": labels.tolist()}
+        values = {"input_ids": ids, "labels": labels}
         return EncodedRow(values, fate, len(ids), targets, len(ids), cut, origin, row.merged, row.unstopped)
 
     def _tokens(self, row: Row, where: str) -> _Marked:

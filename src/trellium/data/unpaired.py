@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, IterableDataset, Value
 from datasets.fingerprint import Hasher
 
 from trellium.data.branches import Branches
 from trellium.data.encoding import Encoder
 from trellium.data.formats import RowFormat, detect_unpaired
-from trellium.data.pipeline import EncodedRow, PipelineOptions, Prepared, Row, Rows, encode_rows, open_rows
+from trellium.data.pipeline import TOKENS, EncodedRow, PipelineOptions, Prepared, Row, Rows, encode_rows, open_rows
 from trellium.data.preferences import encode_branches, read_preferences
 from trellium.data.rows import Asked, Content, read_contents, read_label, read_token_list
 from trellium.data.token_checks import TokenLimits
@@ -27,7 +27,6 @@ from trellium.data.token_checks import TokenLimits
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOKENS = List(Value("int32"))
 _MISMATCHED = "kl_completion_ids"
 
 
@@ -55,7 +54,7 @@ class JudgedAnswers:
     @property
     def features(self) -> Features:
         """`prompt_ids`, `completion_ids`, `label`."""
-        return Features(prompt_ids=_TOKENS, completion_ids=_TOKENS, label=Value("bool"))
+        return Features(prompt_ids=TOKENS, completion_ids=TOKENS, label=Value("bool"))
 
     def encode(self, rows: list[Row], places: list[str]) -> list[EncodedRow]:
         """One row of tokens an answer: of paired rows first all that were chosen, then all that were rejected.
@@ -152,7 +151,7 @@ def prepare_unpaired_with_report(
     format = detect_unpaired(columns, first, name=options.called)
     kind = JudgedAnswers(Encoder.of(tokenizer, format, options), format, options.max_length, options.limits)
     answers, report = encode_rows(rows, columns, kind, options)
-    features = Features({**(answers.features or {}), _MISMATCHED: _TOKENS})
+    features = Features({**(answers.features or {}), _MISMATCHED: TOKENS})
     if isinstance(answers, IterableDataset):
         pair = PairWithNext(options.max_length, None)
         return answers.map(pair, with_indices=True, batched=True, features=features), report
