@@ -223,3 +223,13 @@ def test_prepared_rows_hold_nothing_but_tokens_and_labels():
     rows = Dataset.from_list([{"prompt": "a", "completion": " b", "id": 3, SOURCE_COLUMN: "x:1"}])
     kept = prepare.prepare_dataset(rows, tiny_tokenizer(), PrepareOptions(max_length=8))
     assert kept.column_names == ["input_ids", "labels"]
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_a_row_left_out_is_named_by_its_place_in_the_whole_set(processes):
+    rows = [{"input_ids": [20, 21]} for _ in range(1200)]
+    rows[1100] = {"input_ids": [20]}
+    _, report = prepare_with_report(
+        Dataset.from_list(rows), tiny_tokenizer(), PrepareOptions(max_length=8, num_proc=processes)
+    )
+    assert report.examples == {Fate.TOO_SHORT: ("train: row 1100 (from 0)",)}
