@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "neuron": set(),
     "data": {"errors"},
     "forest": {"errors", "data"},
-    "ops": set(),
+    "ops": {"errors"},
     "models": LEFT | {"data", "forest", "ops"},
     "monitor": LEFT,
     "rollout": LEFT | {"data", "forest", "ops", "models", "monitor"},

@@ -24,9 +24,38 @@ _HOMES = {
     "ScriptArguments": "trellium.trainers.script_options",
     "TrlParser": "trellium.trainers.script_parser",
     "get_peft_config": "trellium.trainers.script_options",
+    **dict.fromkeys(
+        (
+            "apply_chat_template",
+            "extract_prompt",
+            "is_conversational",
+            "is_conversational_from_value",
+            "maybe_apply_chat_template",
+            "maybe_convert_to_chatml",
+            "maybe_extract_prompt",
+            "maybe_unpair_preference_dataset",
+            "prepare_multimodal_messages",
+            "supports_tool_calling",
+            "unpair_preference_dataset",
+        ),
+        "trellium.data.conversion",
+    ),
 }
 
 if TYPE_CHECKING:
+    from trellium.data.conversion import (
+        apply_chat_template,
+        extract_prompt,
+        is_conversational,
+        is_conversational_from_value,
+        maybe_apply_chat_template,
+        maybe_convert_to_chatml,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        prepare_multimodal_messages,
+        supports_tool_calling,
+        unpair_preference_dataset,
+    )
     from trellium.trainers.dpo import DPOTrainer
     from trellium.trainers.dpo_config import DPOConfig
     from trellium.trainers.kto import KTOTrainer
@@ -51,7 +80,18 @@ __all__ = [
     "ScriptArguments",
     "TrlParser",
     "__version__",
+    "apply_chat_template",
+    "extract_prompt",
     "get_peft_config",
+    "is_conversational",
+    "is_conversational_from_value",
+    "maybe_apply_chat_template",
+    "maybe_convert_to_chatml",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
+    "prepare_multimodal_messages",
+    "supports_tool_calling",
+    "unpair_preference_dataset",
 ]
 
 _METHODS = ("Distillation", "GRPO", "RLOO")
@@ -60,30 +100,19 @@ _BY_THE_TRAINER = "The trainers do it themselves: give them the rows as they are
 _NOT_YET = {
     **{f"{method}{kind}": _FROM_TRL for method in _METHODS for kind in ("Config", "Trainer")},
     "BEMACallback": _FROM_TRL,
-    "DatasetMixtureConfig": "Mix datasets with datasets.concatenate_datasets or interleave_datasets.",
+    "DatasetMixtureConfig": "trellium.data.mixtures.mix_datasets mixes datasets by their shares.",
     "LogCompletionsCallback": _FROM_TRL,
     "RichProgressCallback": _FROM_TRL,
     "SyncRefModelCallback": _FROM_TRL,
     "WeaveCallback": _FROM_TRL,
     "add_response_schema": _FROM_TRL,
-    "apply_chat_template": _BY_THE_TRAINER,
     "clone_chat_template": "Set the tokenizer's chat_template and give it as processing_class.",
     "create_reference_model": _FROM_TRL,
-    "extract_prompt": _FROM_TRL,
     "get_dataset": "trellium.data.files.load_dataset_from reads files, folders and Hub datasets by name.",
     "get_quantization_config": "Quantized base models are not supported yet: leave the call out.",
     "get_training_chat_template": "What the assistant wrote is found in any chat template: set assistant_only_loss.",
     "init_zero_verbose": _FROM_TRL,
-    "is_conversational": _BY_THE_TRAINER,
-    "is_conversational_from_value": _BY_THE_TRAINER,
-    "maybe_apply_chat_template": _BY_THE_TRAINER,
-    "maybe_convert_to_chatml": _BY_THE_TRAINER,
-    "maybe_extract_prompt": _FROM_TRL,
-    "maybe_unpair_preference_dataset": _FROM_TRL,
     "pack_dataset": "Rows are padded, not packed, yet: leave the call out.",
-    "prepare_multimodal_messages": "Rows with images are not supported yet.",
-    "supports_tool_calling": _FROM_TRL,
-    "unpair_preference_dataset": _FROM_TRL,
 }
 """Public names of TRL 1.16 that are not here, and what to do."""
 

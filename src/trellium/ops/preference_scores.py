@@ -6,7 +6,7 @@ in the shorter one, and WPO, which weighs a pair by how likely it is under the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class PairScores:
 
 def pair_scores(
     logprob: Tensor,
-    reference_logprob: Tensor,
+    reference_logprob: Tensor | tuple[Tensor, Tensor],
     sample: Tensor,
     *,
     mask: Tensor,
@@ -55,7 +55,7 @@ def pair_scores(
 
     Args:
         logprob: `[T]`, the policy's log-probability of each term's token.
-        reference_logprob: `[T]`, the reference's.
+        reference_logprob: `[T]`, the reference's; or what it gives the chosen and the rejected samples, two `[pairs]`, summed with the same `ld_alpha`.
         sample: `[T]` int64, ascending among the terms that count: 2i for the chosen one of pair i, 2i + 1 for the rejected one.
         mask: `[T]` bool, false for terms that fill up; their scores may be anything.
         real: `[pairs]` bool, false for pairs that fill up; their terms do not count either.
@@ -68,7 +68,11 @@ def pair_scores(
     samples = 2 * real.shape[0]
     mask = mask & real[sample // 2]
     weight = None if ld_alpha is None else _length_desensitized(logprob, sample, samples, mask, ld_alpha)
-    scores = sample_scores(logprob, reference_logprob, sample, samples, mask=mask, weight=weight)
+    by_term = torch.zeros_like(logprob) if isinstance(reference_logprob, tuple) else reference_logprob
+    scores = sample_scores(logprob, by_term, sample, samples, mask=mask, weight=weight)
+    if isinstance(reference_logprob, tuple):
+        sums = torch.stack(reference_logprob, dim=1).flatten().masked_fill(~real.repeat_interleave(2), 0.0)
+        scores = replace(scores, reference_logprob=sums, log_ratio=scores.logprob - sums)
     fields = (scores.logprob, scores.reference_logprob, scores.log_ratio, scores.tokens)
     chosen, rejected = zip(*map(pairs_of, fields), strict=True)
     full = scores.logprob if ld_alpha is None else per_sample(logprob, sample, samples, mask)

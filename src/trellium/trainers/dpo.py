@@ -12,7 +12,9 @@ from trellium.data.preferences import prepare_preferences
 from trellium.data.samples import ReadPairs
 from trellium.models.scoring import ScoreOutput
 from trellium.monitor.metrics import MetricSink
-from trellium.ops.preference import PairScores, pair_scores, preference_loss
+from trellium.ops.preference import preference_loss, preference_metrics
+from trellium.ops.preference_options import needed_scores
+from trellium.ops.preference_scores import PairScores, pair_scores
 from trellium.trainers.dpo_config import DPOConfig
 from trellium.trainers.referenced import ReferencedTrainer
 
@@ -50,8 +52,8 @@ class DPOTrainer(ReferencedTrainer):
     @property
     def score_outputs(self) -> tuple[str, ...]:  # type: ignore[override]
         """What is logged needs more of the head than the loss does."""
-        weighting = ("log_sum_p2",) if self.args.use_weighting else ()
-        return ("logprob", "entropy", "mean_logit", "top1", *weighting)
+        logged = ("entropy", "mean_logit", "top1")
+        return (*needed_scores(self.args.preference), *logged)
 
     def count_items(self, inputs: dict[str, Tensor]) -> Tensor:
         """The pairs of a batch, and its chosen tokens: `[2]`."""
@@ -67,39 +69,31 @@ class DPOTrainer(ReferencedTrainer):
             scores.logprob[edge],
             reference,
             inputs["term_sample"],
-            inputs["term_weight"],
-            inputs["row_weight"],
-            self.args.preference,
-            None if scores.log_sum_p2 is None else scores.log_sum_p2[edge],
+            mask=inputs["term_weight"] > 0,
+            real=inputs["row_weight"] > 0,
+            ld_alpha=self.args.ld_alpha,
+            log_sum_p2=None if scores.log_sum_p2 is None else scores.log_sum_p2[edge],
         )
 
     def compute_scored_loss(self, scores: Any, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:
         """The weighted sum `[]` of the losses that `loss_type` names."""
-        items = self.count_items(inputs).clamp(min=1)
-        step = normalizer if isinstance(normalizer, Tensor) else items
-        pairs = step[0] if isinstance(normalizer, Tensor) else normalizer
-        return preference_loss(self._pairs(scores, inputs), self.args.preference, pairs, step[0] / step[1])
+        if not isinstance(normalizer, Tensor):  # of a held-out set: a mean over pairs, tokens as this batch has them
+            pairs, tokens = self.count_items(inputs).clamp(min=1)
+            normalizer = torch.stack([torch.ones_like(pairs), tokens / pairs]) * normalizer
+        pairs, tokens = normalizer
+        return preference_loss(self._pairs(scores, inputs), self.args.preference, pairs=pairs, chosen_tokens=tokens)
 
     def record(self, sink: MetricSink, scores: Any, inputs: dict[str, Tensor]) -> None:
         """Rewards of pairs, and what the head says of their tokens."""
-        pairs = self._pairs(scores, inputs)
-        chosen, rejected = self.args.beta * pairs.chosen_ratio, self.args.beta * pairs.rejected_ratio
-        for name, values in {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/accuracies": (chosen > rejected).float(),
-            "rewards/margins": chosen - rejected,
-            "logps/chosen": pairs.chosen,
-            "logps/rejected": pairs.rejected,
-        }.items():
-            sink.add_mean(name, (values.detach() * pairs.weight).sum(), pairs.weight.sum())
+        weight = inputs["row_weight"]
+        for name, values in preference_metrics(self._pairs(scores, inputs), self.args.preference).items():
+            sink.add_mean(name, values.sum(), weight.sum())
         self.record_tokens(sink, scores, inputs, chosen=inputs["term_sample"] % 2 == 0, accuracy_of_chosen=True)
 
     def reference_values(self, logprob: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The reference's log-probability of both completions, weighed as the policy's."""
-        alone = ScoreOutput(logprob=logprob, reference_logprob=logprob, log_sum_p2=torch.zeros_like(logprob))
-        pairs = self._pairs(alone, inputs)
-        return dict(zip(self.reference_columns, (pairs.chosen, pairs.rejected), strict=True))
+        pairs = self._pairs(ScoreOutput(logprob=logprob, reference_logprob=logprob), inputs)
+        return dict(zip(self.reference_columns, (pairs.chosen.logprob, pairs.rejected.logprob), strict=True))
 
     def reference_options(self) -> tuple:
         """Beside rows and weights, the reference's values depend on how longer completions are weighed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trellium.errors import ConfigError
-from trellium.ops.preference import PREFERENCE_LOSSES, PreferenceOptions, problem_with
+from trellium.ops.preference_options import LOSS_TRAITS, PreferenceOptions
 from trellium.trainers.reference_config import ReferenceConfig
 
 
@@ -22,7 +22,7 @@ class DPOConfig(ReferenceConfig):
     )
     loss_type: list[str] = field(
         default_factory=lambda: ["sigmoid"],
-        metadata={"help": f"One or several of {', '.join(PREFERENCE_LOSSES)}."},
+        metadata={"help": f"One or several of {', '.join(LOSS_TRAITS)}."},
     )
     loss_weights: list[float] | None = field(
         default=None, metadata={"help": "A weight for each of several losses. Unset: 1 each."}
@@ -36,7 +36,8 @@ class DPOConfig(ReferenceConfig):
     )
     f_alpha_divergence_coef: float = field(default=0.5, metadata={"help": "Alpha of alpha_divergence."})
     label_smoothing: float = field(
-        default=0.0, metadata={"help": "The share of pairs that are taken to be the wrong way round."}
+        default=0.0,
+        metadata={"help": "The share of pairs that are the wrong way round (robust, aot), or epsilon (exo_pair)."},
     )
     use_weighting: bool = field(
         default=False, metadata={"help": "WPO: weigh pairs by how likely the policy is to write them."}
@@ -60,5 +61,3 @@ class DPOConfig(ReferenceConfig):
             use_weighting=self.use_weighting,
             discopop_tau=self.discopop_tau,
         )
-        if (problem := problem_with(self.preference)) is not None:
-            raise ConfigError(problem)

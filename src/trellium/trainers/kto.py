@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from trellium.data.samples import ReadCompletions, ReadMismatched, RowReader
 from trellium.data.unpaired import UnpairedOptions, prepare_unpaired
 from trellium.monitor.metrics import MetricSink
-from trellium.ops.segments import per_sample
-from trellium.ops.unpaired import UNPAIRED_LOSSES, divergence_estimate
+from trellium.ops.segments import SampleScores, per_sample, sample_scores
+from trellium.ops.unpaired import mismatched_kl, reference_point, unpaired_loss, unpaired_metrics
 from trellium.trainers.kto_config import KTOConfig
 from trellium.trainers.referenced import ReferencedTrainer
 
@@ -39,7 +40,12 @@ class KTOTrainer(ReferencedTrainer):
     @property
     def estimates(self) -> bool:
         """Whether the loss compares with an estimate of the divergence."""
-        return self.args.loss_type == "kto"
+        return self.args.unpaired.needs_kl
+
+    @property
+    def _each(self) -> int:
+        """Sequences of a row."""
+        return 2 if self.estimates else 1
 
     @property
     def reference_columns(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -64,47 +70,45 @@ class KTOTrainer(ReferencedTrainer):
         """The rows of a batch: `[]`."""
         return inputs["row_weight"].sum()
 
-    def _sums(self, logprob: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """`[B]` each: log-probability of the rows' own completions, and of those of other rows."""
-        rows = len(inputs["row_weight"])
-        each = 2 if self.estimates else 1
-        terms = (inputs["term_sample"], inputs["term_weight"])
-        sums = per_sample(logprob[inputs["term_edge"]], *terms, rows * each).view(rows, each)
-        return sums[:, 0], sums[:, -1]
-
-    def _compared(self, scores: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probability of the own completions `[B]`, that minus the reference's `[B]`, and the divergence `[]`."""
-        own, other = self._sums(scores.logprob, inputs)
-        if scores.reference_logprob is None:
-            reference, reference_other = (inputs[f"row_{name}"] for name in (*self.reference_columns, "ref_logps")[:2])
-        else:
-            reference, reference_other = self._sums(scores.reference_logprob, inputs)
-        total, count = divergence_estimate(other, reference_other, inputs["row_weight"])
+    def _compared(self, scores: Any, inputs: dict[str, Tensor]) -> tuple[SampleScores, Tensor | None]:
+        """Policy and reference on the rows' own completions `[B]`, and the estimate of the divergence `[]`."""
+        real, edge = inputs["row_weight"] > 0, inputs["term_edge"]
+        samples = len(real) * self._each
+        mask = inputs["term_weight"] > 0
+        precomputed = scores.reference_logprob is None
+        logprob = scores.logprob[edge]
+        reference = torch.zeros_like(logprob) if precomputed else scores.reference_logprob[edge]
+        every = sample_scores(logprob, reference, inputs["term_sample"], samples, mask=mask)
+        if precomputed:
+            sums = torch.stack([inputs[f"row_{name}"] for name in self.reference_columns], dim=1).flatten()
+            every = replace(every, reference_logprob=sums, log_ratio=every.logprob - sums)
+        fields = (every.logprob, every.reference_logprob, every.log_ratio, every.tokens)
+        own = SampleScores(*(field[:: self._each] for field in fields))
+        if not self.estimates:
+            return own, None
+        parts = torch.stack(mismatched_kl(every.log_ratio[1::2], real))
         if self.accelerator.num_processes > 1:
-            total, count = self.accelerator.reduce(torch.stack([total, count]), reduction="sum").unbind()
-        return own, own - reference, (total / count.clamp(min=1)).clamp(min=0)
+            parts = self.accelerator.reduce(parts, reduction="sum")
+        return own, reference_point(*parts)
 
     def compute_scored_loss(self, scores: Any, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:
         """The mean `[]` over rows of the loss that `loss_type` names, good and bad ones weighed."""
-        _, ratio, divergence = self._compared(scores, inputs)
-        desirable = inputs["row_label"] > 0
-        losses = UNPAIRED_LOSSES[self.args.loss_type](ratio, desirable, divergence, self.args.beta)
-        weight = torch.where(desirable, self.args.desirable_weight, self.args.undesirable_weight)
-        return (weight * inputs["row_weight"] * losses).sum() / normalizer
+        own, divergence = self._compared(scores, inputs)
+        desirable, real = inputs["row_label"] > 0, inputs["row_weight"] > 0
+        return unpaired_loss(own, desirable, real, self.args.unpaired, divergence).sum() / normalizer
 
     def record(self, sink: MetricSink, scores: Any, inputs: dict[str, Tensor]) -> None:
         """Rewards of good and of bad rows, and what the head says of their tokens."""
-        own, ratio, divergence = self._compared(scores, inputs)
-        if self.estimates:
+        own, divergence = self._compared(scores, inputs)
+        desirable, real = inputs["row_label"] > 0, inputs["row_weight"] > 0
+        if divergence is not None:
             sink.add_mean("kl", divergence, torch.ones_like(divergence))
-        for name, label in (("chosen", 1.0), ("rejected", 0.0)):
-            here = inputs["row_weight"] * (inputs["row_label"] == label)
-            sink.add_mean(f"rewards/{name}", (self.args.beta * ratio.detach() * here).sum(), here.sum())
-            sink.add_mean(f"logps/{name}", (own.detach() * here).sum(), here.sum())
-        each = 2 if self.estimates else 1
-        row = inputs["term_sample"] // each
-        of_own = inputs["term_sample"] % each == 0
-        self.record_tokens(sink, scores, inputs, chosen=inputs["row_label"][row] > 0, counted=of_own)
+        for name, (total, count) in unpaired_metrics(own, desirable, real, self.args.unpaired).items():
+            sink.add_mean(name, total, count)
+        sample = inputs["term_sample"]
+        self.record_tokens(
+            sink, scores, inputs, chosen=desirable[sample // self._each], counted=sample % self._each == 0
+        )
 
     def finish_metrics(self, means: dict[str, float]) -> None:
         """The margin between the mean rewards of good and of bad rows, where there were both."""
@@ -113,4 +117,6 @@ class KTOTrainer(ReferencedTrainer):
 
     def reference_values(self, logprob: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The reference's log-probability of the own completions, and of those of other rows."""
-        return dict(zip(self.reference_columns, self._sums(logprob, inputs), strict=False))
+        samples = len(inputs["row_weight"]) * self._each
+        sums = per_sample(logprob[inputs["term_edge"]], inputs["term_sample"], samples, inputs["term_weight"] > 0)
+        return dict(zip(self.reference_columns, sums.view(-1, self._each).unbind(1), strict=True))

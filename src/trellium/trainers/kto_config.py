@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trellium.errors import ConfigError
+from trellium.ops.unpaired import UnpairedOptions
 from trellium.trainers.reference_config import ReferenceConfig
-
-LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
 
 @dataclass
@@ -29,8 +27,4 @@ class KTOConfig(ReferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss_type not in LOSS_TYPES:
-            raise ConfigError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {self.loss_type!r}")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must be a number from 0, got {getattr(self, name)!r}")
+        self.unpaired = UnpairedOptions(self.loss_type, self.beta, self.desirable_weight, self.undesirable_weight)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trellium.data.preferences import PreferenceOptions, prepare_preferences
 from trellium.data.samples import ReadWholePairs
 from trellium.models.rewards import RewardOutput, install_rewards, load_reward_model
 from trellium.monitor.metrics import MetricSink
-from trellium.ops.rewards import bradley_terry
+from trellium.ops.reward import reward_loss, reward_metrics
 from trellium.trainers.base import BaseTrainer
 from trellium.trainers.reward_config import RewardConfig
 
@@ -67,23 +68,19 @@ class RewardTrainer(BaseTrainer):
 
     def compute_scored_loss(self, scores: Any, inputs: dict[str, Tensor], normalizer: Tensor | float) -> Tensor:
         """The mean `[]` over pairs."""
-        chosen, rejected = scores.rewards.view(-1, 2).unbind(1)
-        center = self.args.center_rewards_coefficient
-        losses = bradley_terry(chosen, rejected, margin=inputs.get("row_margin"), center=center)
-        return (losses * inputs["row_weight"]).sum() / normalizer
+        losses = reward_loss(
+            scores.rewards,
+            inputs["row_weight"] > 0,
+            margin=inputs.get("row_margin"),
+            center_rewards_coefficient=self.args.center_rewards_coefficient,
+        )
+        return losses.sum() / normalizer
 
     def record(self, sink: MetricSink, scores: Any, inputs: dict[str, Tensor]) -> None:
         """How often and by how much the chosen is better, and how large rewards are."""
-        weight = inputs["row_weight"]
-        rewards = scores.rewards.detach().view(-1, 2)
-        chosen, rejected = rewards.unbind(1)
-        one = weight.new_ones(())
-        filler = (weight == 0)[:, None]
-        sink.add_mean("accuracy", ((chosen > rejected) * weight).sum(), weight.sum())
-        sink.add_mean("margin", ((chosen - rejected) * weight).sum(), weight.sum())
-        sink.add_mean("mean_reward", (rewards.mean(1) * weight).sum(), weight.sum())
-        sink.add_mean("min_reward", rewards.masked_fill(filler, float("inf")).min(), one)
-        sink.add_mean("max_reward", rewards.masked_fill(filler, float("-inf")).max(), one)
+        pairs = inputs["row_weight"].sum()
+        for name, values in reward_metrics(scores.rewards, inputs["row_weight"] > 0).items():
+            sink.add_mean(name, values.sum(), pairs if values.ndim else torch.ones_like(pairs))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         # Whoever loads the model pads, and it finds the last token by the padding token.
