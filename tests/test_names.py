@@ -18,8 +18,8 @@ def test_every_public_name_is_there():
 
 
 def test_a_name_of_trl_that_is_not_here_says_what_to_use():
-    with pytest.raises(ImportError, match=r"trellium has no DPOTrainer\. It is not here yet: take it from trl"):
-        from trellium import DPOTrainer  # noqa: F401
+    with pytest.raises(ImportError, match=r"trellium has no GRPOTrainer\. It is not here yet: take it from trl"):
+        from trellium import GRPOTrainer  # noqa: F401
     with pytest.raises(ImportError, match="Quantized base models are not supported yet"):
         from trellium import get_quantization_config  # noqa: F401
 
