@@ -62,8 +62,9 @@ class DPOTrainer(ReferencedTrainer):
 
     def _pairs(self, scores: Any, inputs: dict[str, Tensor]) -> PairScores:
         edge = inputs["term_edge"]
-        reference: Any = tuple(inputs[f"row_{name}"] for name in self.row_columns)
-        if scores.reference_logprob is not None:
+        if scores.reference_logprob is None:  # asked before the run
+            reference: Any = tuple(inputs[f"row_{name}"] for name in self.reference_columns)
+        else:
             reference = scores.reference_logprob[edge]
         return pair_scores(
             scores.logprob[edge],

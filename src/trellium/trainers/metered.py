@@ -37,8 +37,8 @@ class MeteredTrainer(ResumingTrainer):
         self.add_callback(_StepTimes(self))
 
     def record(self, sink: MetricSink, scores: Any, inputs: dict[str, Tensor]) -> None:
-        """Add the method's own metrics of a batch, on the device; here means over the trained tokens."""
-        trained = (inputs["edge_weight"] > 0).float()
+        """Add the method's own metrics of a batch, on the device; here means over the trained tokens, of which several may share an edge."""
+        trained = inputs["edge_weight"]
         for name, values in (("entropy", scores.entropy), ("mean_token_accuracy", scores.top1)):
             if values is not None:
                 sink.add_mean(name, (values.detach().float() * trained).sum(), trained.sum())
