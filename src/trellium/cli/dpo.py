@@ -25,6 +25,7 @@ Direct preference optimization: the model learns to prefer one answer over anoth
         ("trainers/reference_config.py", "ReferenceConfig"),
         ("trainers/dpo_config.py", "DPOConfig"),
     ),
+    metrics=("rewards/accuracies", "rewards/margins"),
 )
 
 

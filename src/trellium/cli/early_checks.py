@@ -17,6 +17,7 @@ from trellium.data.places import check_dataset_name
 from trellium.errors import ConfigError, unknown_name
 from trellium.models.places import model_place
 from trellium.trainers.checkpoints import resumable_checkpoint, resume_choice
+from trellium.trainers.dataset_mixture import DatasetMixtureConfig
 from trellium.trainers.script_options import DTYPES, ModelConfig, ScriptArguments
 
 BASE_SOURCES = (("trainers/base_config.py", "BaseConfig"),)
@@ -49,12 +50,7 @@ def check_early(
             if name not in known and positive not in known:
                 raise ConfigError(f"{where}{unknown_name('there is no option', name, known)} --help lists them.")
     values = {**defaults, **options, **given}
-    if "dataset_name" not in values:
-        raise ConfigError(
-            "there are no rows to train on: give --dataset_name, a file (.jsonl, .json, .csv, .parquet), a folder of them, or a Hub name. "
-            "--help shows what a row must hold."
-        )
-    check_dataset_name(_text(values["dataset_name"]))
+    _check_rows(values, named="dataset_name" in {**options, **given}, path=path)
     model_place(_text(values.get("model_name_or_path")))
     output_dir = _text(values["output_dir"]) or defaults["output_dir"]
     _check_output_dir(output_dir)
@@ -64,11 +60,39 @@ def check_early(
     dtype = _text(values.get("dtype", "float32"))
     if dtype and dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    task = _text(values["lora_task_type"])
+    if task != defaults["lora_task_type"]:
+        raise ConfigError(
+            f"lora_task_type must be {defaults['lora_task_type']} for what this command trains, got {task!r}. Leave it out."
+        )
+
+
+def _check_rows(values: dict[str, Any], *, named: bool, path: str) -> None:
+    """Raise if there is no dataset, or two ways to say which: `named` by dataset_name, and a mixture."""
+    if mixture := values.get("datasets"):
+        if named:
+            raise ConfigError(
+                "dataset_name is one dataset and datasets are several: give one of the two. In datasets, each can have its fraction."
+            )
+        try:
+            given: Any = [mixture] if isinstance(mixture, str) else mixture
+            parts = DatasetMixtureConfig(given).datasets
+        except ConfigError as error:
+            raise ConfigError(f"{path + ': ' if path else ''}datasets: {error}") from error
+        for part in parts:
+            part.check()
+    elif "dataset_name" in values:
+        check_dataset_name(_text(values["dataset_name"]))
+    else:
+        raise ConfigError(
+            "there are no rows to train on: give --dataset_name, a file (.jsonl, .json, .csv, .parquet), a folder of them, or a Hub name. "
+            "--help shows what a row must hold."
+        )
 
 
 def option_names(sources: Sources) -> set[str]:
     """The options of a training command, with those of TRL that are answered by name."""
-    names = {entry.name for one in (ScriptArguments, ModelConfig) for entry in fields(one)}
+    names = {entry.name for one in (ScriptArguments, DatasetMixtureConfig, ModelConfig) for entry in fields(one)}
     names |= {*ScriptArguments.not_yet, *ModelConfig.not_yet}
     places = [("transformers", "training_args.py", "TrainingArguments")]
     for package, file, class_name in [*places, *(("trellium", *source) for source in sources)]:

@@ -25,6 +25,7 @@ where the completion is good; rows with 'chosen' and 'rejected' are taken as two
         ("trainers/reference_config.py", "ReferenceConfig"),
         ("trainers/kto_config.py", "KTOConfig"),
     ),
+    metrics=("rewards/margins", "kl"),
 )
 
 

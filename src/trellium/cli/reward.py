@@ -21,6 +21,8 @@ or as messages, and perhaps a 'margin' between them. A language model gets a new
     config="trellium.trainers.reward_config:RewardConfig",
     trainer="trellium.trainers.reward:RewardTrainer",
     sources=(*BASE_SOURCES, ("trainers/reward_config.py", "RewardConfig")),
+    metrics=("accuracy", "margin"),
+    adapter="SEQ_CLS",
 )
 
 

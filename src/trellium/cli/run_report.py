@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -96,8 +97,15 @@ def rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
-def print_summary(trainer: BaseTrainer, metrics: dict[str, float], seconds: float) -> None:
-    """What the run did, in a few lines."""
+def print_summary(trainer: BaseTrainer, metrics: dict[str, float], seconds: float, names: Sequence[str]) -> None:
+    """What the run did, in a few lines.
+
+    Args:
+        trainer: after its training.
+        metrics: what `train` returned.
+        seconds: since it began.
+        names: the method's own metrics, as they are logged.
+    """
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     table = Table(title="Run summary", show_header=False)
@@ -105,11 +113,16 @@ def print_summary(trainer: BaseTrainer, metrics: dict[str, float], seconds: floa
     table.add_row("seconds (host)", f"{seconds:.1f}")
     table.add_row("mean training loss", f"{metrics['train_loss']:.4f}")
     if steps:
-        table.add_row("first and last logged loss", f"{steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f}")
+        for name in ("loss", *names):
+            logged = [entry[name] for entry in steps if name in entry]
+            if logged:
+                table.add_row(f"{name}, first and last logged", f"{logged[0]:.4f} → {logged[-1]:.4f}")
         table.add_row("tokens", f"{steps[-1]['num_tokens']:,}")
         table.add_row("tokens per second, last logged", rate(steps[-1]["tokens_per_second"]))
         table.add_row("peak memory", f"{steps[-1]['peak_memory_gib']:.2f} GiB ({trainer.args.device})")
     if evaluations:
-        table.add_row("held-out loss", f"{evaluations[-1]['eval_loss']:.4f}")
+        for name in ("loss", *names):
+            if (held_out := evaluations[-1].get(f"eval_{name}")) is not None:
+                table.add_row(f"held-out {name}", f"{held_out:.4f}")
     table.add_row("saved in", str(trainer.args.output_dir))
     Console().print(table)

@@ -23,6 +23,7 @@ Supervised fine-tuning: the model learns to say what the rows of a dataset say. 
     config="trellium.trainers.sft_config:SFTConfig",
     trainer="trellium.trainers.sft:SFTTrainer",
     sources=(*BASE_SOURCES, ("trainers/sft_config.py", "SFTConfig")),
+    metrics=("mean_token_accuracy",),
     default_data=PYTHON_DOCS,
 )
 

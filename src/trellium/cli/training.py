@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trellium.cli.early_checks import check_early, flag_values
+from trellium.errors import ConfigError
 from trellium.trainers.config_file import read_config_file
 
 if TYPE_CHECKING:
     from trellium.trainers.base import BaseTrainer
     from trellium.trainers.base_config import BaseConfig
+    from trellium.trainers.dataset_mixture import DatasetMixtureConfig
     from trellium.trainers.script_options import ModelConfig, ScriptArguments
 
 
@@ -31,6 +33,8 @@ class TrainingMethod:
         about, examples: what its help says first.
         config, trainer: their classes, each as `module:name`.
         sources: the files, below `trellium`, and classes that define its options, the general ones first.
+        metrics: what its summary says beside the loss, by the names of the log.
+        adapter: the task type of its LoRA adapters.
         default_data: the dataset it takes where none is named; None where one must be.
     """
 
@@ -40,13 +44,15 @@ class TrainingMethod:
     config: str
     trainer: str
     sources: tuple[tuple[str, str], ...]
+    metrics: tuple[str, ...]
+    adapter: str = "CAUSAL_LM"
     default_data: str | None = None
 
     @property
     def defaults(self) -> dict[str, Any]:
         """Its options' defaults where they are the command's own."""
         data = {} if self.default_data is None else {"dataset_name": self.default_data}
-        return {**data, "output_dir": f"runs/{self.command}"}
+        return {**data, "output_dir": f"runs/{self.command}", "lora_task_type": self.adapter}
 
     def load(self, what: str) -> Any:
         """The class that `config` or `trainer` names."""
@@ -85,9 +91,9 @@ def run(args: argparse.Namespace, method: TrainingMethod) -> int:
     print("Loading PyTorch, the model and the data ...", flush=True)
     from trellium.cli.training_options import parse_options
 
-    data, model, config = parse_options(method.load("config"), method.defaults, flags, options, path)
-    trainer = build_trainer(method, data, model, config, asked_cpu=_asks_for_cpu(flags, options))
-    return train(trainer, ["trellium", method.command], arguments)
+    chosen = parse_options(method.load("config"), method.defaults, flags, options, path)
+    trainer = build_trainer(method, *chosen, asked_cpu=_asks_for_cpu(flags, options))
+    return train(trainer, method, arguments)
 
 
 def help_of(method: TrainingMethod, *, everything: bool) -> str:
@@ -104,7 +110,7 @@ def help_of(method: TrainingMethod, *, everything: bool) -> str:
     )
 
 
-def train(trainer: BaseTrainer, command: list[str], arguments: list[str]) -> int:
+def train(trainer: BaseTrainer, method: TrainingMethod, arguments: list[str]) -> int:
     """Train, save and summarise; if Ctrl-C ends it, say how to go on. The exit code."""
     from trellium.cli.interruption import EXIT_CODE, stop_on_interrupt
     from trellium.cli.run_report import print_summary
@@ -118,9 +124,9 @@ def train(trainer: BaseTrainer, command: list[str], arguments: list[str]) -> int
             stop.check(trainer)
             trainer.save_model(trainer.args.output_dir)
     except KeyboardInterrupt:
-        print("\n" + stopped_message(trainer, command, arguments))
+        print("\n" + stopped_message(trainer, ["trellium", method.command], arguments))
         return EXIT_CODE
-    print_summary(trainer, result.metrics, time.perf_counter() - began)
+    print_summary(trainer, result.metrics, time.perf_counter() - began, method.metrics)
     return 0
 
 
@@ -130,30 +136,29 @@ def _asks_for_cpu(flags: list[str], options: dict[str, Any]) -> bool:
 
 
 def build_trainer(
-    method: TrainingMethod, data: ScriptArguments, model: ModelConfig, config: BaseConfig, *, asked_cpu: bool
+    method: TrainingMethod,
+    data: ScriptArguments,
+    mixture: DatasetMixtureConfig,
+    model: ModelConfig,
+    config: BaseConfig,
+    *,
+    asked_cpu: bool,
 ) -> BaseTrainer:
     """The trainer that the options describe; errors as in `run`."""
     from trellium.cli.devices import device_sentence, refuse_a_missing_neuron
     from trellium.cli.run_report import PlanPrinter
     from trellium.cli.training_options import model_init_kwargs
-    from trellium.data.files import load_dataset_from
     from trellium.models.places import BUNDLED_MODEL
     from trellium.trainers.script_options import get_peft_config
 
     if not asked_cpu:
         refuse_a_missing_neuron()
 
-    dataset = data.dataset_name or ""
-
-    def rows(split: str) -> Any:
-        return load_dataset_from(dataset, split, config=data.dataset_config, streaming=data.dataset_streaming)
-
-    train_dataset = rows(data.dataset_train_split)
-    eval_dataset = rows(data.dataset_test_split) if config.eval_strategy != "no" else None
+    called, train_dataset, eval_dataset = load_rows(data, mixture, evaluates=config.eval_strategy != "no")
     config.model_init_kwargs = model_init_kwargs(model, config)
     plan = PlanPrinter(
         model=model.model_name_or_path or BUNDLED_MODEL,
-        data=dataset,
+        data=called,
         device=device_sentence(str(config.device), asked=asked_cpu),
     )
     return method.load("trainer")(
@@ -164,6 +169,31 @@ def build_trainer(
         peft_config=get_peft_config(model),
         callbacks=[plan],
     )
+
+
+def load_rows(data: ScriptArguments, mixture: DatasetMixtureConfig, *, evaluates: bool) -> tuple[str, Any, Any]:
+    """What to call the rows, those to train on, and those held out (None unless the run `evaluates`).
+
+    Raises:
+        ConfigError: an evaluation, but a mixture of which nothing is held out.
+        DatasetError: no such rows.
+    """
+    from trellium.data.files import load_dataset_from
+    from trellium.trainers.dataset_mixture import get_dataset
+
+    if mixture.datasets:
+        if evaluates and mixture.test_split_size is None:
+            raise ConfigError(
+                "eval_strategy asks for an evaluation, but of the mixture in 'datasets' nothing is held out. Set test_split_size, e.g. 0.1."
+            )
+        splits = get_dataset(mixture)
+        return mixture.called, splits["train"], splits["test"] if evaluates else None
+    name = data.dataset_name or ""
+
+    def rows(split: str) -> Any:
+        return load_dataset_from(name, split, config=data.dataset_config, streaming=data.dataset_streaming)
+
+    return name, rows(data.dataset_train_split), rows(data.dataset_test_split) if evaluates else None
 
 
 def stopped_message(trainer: BaseTrainer, command: list[str], arguments: list[str]) -> str:

@@ -12,14 +12,16 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from trellium.trainers.base_config import BaseConfig
+from trellium.trainers.dataset_mixture import DatasetMixtureConfig
 from trellium.trainers.script_options import ModelConfig, ScriptArguments
 from trellium.trainers.script_parser import TrlParser
 
 
 def parse_options(
     config_class: type, defaults: dict[str, Any], flags: Sequence[str], options: dict[str, Any], path: str
-) -> tuple[ScriptArguments, ModelConfig, Any]:
-    """The options of a training command: rows, model, and the trainer's config.
+) -> tuple[ScriptArguments, DatasetMixtureConfig, ModelConfig, Any]:
+    """The options of a training command: rows, a mixture of rows, model, and the trainer's config.
 
     Args:
         config_class: the trainer's config, e.g. `SFTConfig`.
@@ -31,13 +33,13 @@ def parse_options(
     Raises:
         ConfigError: an option nobody knows (with the nearest known one), one of TRL's that is not here yet, or a value that cannot be.
     """
-    data, model, config = option_parser(config_class, defaults).parse_options(flags, options, path)
-    return data, model, config
+    data, mixture, model, config = option_parser(config_class, defaults).parse_options(flags, options, path)
+    return data, mixture, model, config
 
 
 def option_parser(config_class: type, defaults: dict[str, Any]) -> TrlParser:
     """The parser of data, model and trainer options, with a command's defaults."""
-    parser = TrlParser([ScriptArguments, ModelConfig, config_class], add_help=False)
+    parser = TrlParser([ScriptArguments, DatasetMixtureConfig, ModelConfig, config_class], add_help=False)
     parser.set_defaults(**defaults)
     return parser
 
@@ -72,6 +74,9 @@ _RUN_FIRST = (
 )
 
 
+_METHOD_FIRST = ("loss_type", "loss_weights", "beta")
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         # HfArgumentParser gives every flag a twin with hyphens; one of them is enough to read.
@@ -83,6 +88,14 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return kind.upper() if kind in ("int", "float", "str") else "VALUE"
 
 
+def _own_options(config_class: type) -> list[str]:
+    """What a trainer's config says itself: its own options first, then those of what it is made of."""
+    makers = config_class.__mro__[: config_class.__mro__.index(BaseConfig)]
+    names = {entry.name for entry in fields(config_class)} - set(_RUN_FIRST)
+    written = [name for one in makers for name in one.__annotations__]
+    return [name for name in dict.fromkeys([*_METHOD_FIRST, *written]) if name in names]
+
+
 def help_text(
     config_class: Any, command: str, about: str, examples: str, *, defaults: dict[str, Any], everything: bool
 ) -> str:
@@ -90,13 +103,14 @@ def help_text(
     actions: dict[str, argparse.Action] = {}
     for action in option_parser(config_class, defaults)._actions:
         actions.setdefault(action.dest, action)  # a flag that is on by default has a --no_ twin after it
-    inherited = {entry.name for entry in fields(TrainingArguments)}
-    method = [entry.name for entry in fields(config_class) if entry.name not in inherited]
+    method = _own_options(config_class)
+    inherited = {*(entry.name for entry in fields(TrainingArguments)), *method}
     groups = {
-        "the run": _RUN_FIRST,
-        "the data": [entry.name for entry in fields(ScriptArguments)],
-        "the model and its adapter": [entry.name for entry in fields(ModelConfig)],
         "the method": method,
+        "the run": _RUN_FIRST,
+        "the data": [entry.name for one in (ScriptArguments, DatasetMixtureConfig) for entry in fields(one)],
+        "the model and its adapter": [entry.name for entry in fields(ModelConfig)],
+        "rows, batches and graphs": [entry.name for entry in fields(BaseConfig) if entry.name not in inherited],
     }
     shown = {name for names in groups.values() for name in names}
     others = [name for name in actions if name not in shown]

@@ -14,6 +14,9 @@ from trellium.trainers.known_options import KnownOptions, NotYet
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+TASK_TYPES = ("CAUSAL_LM", "SEQ_CLS")
+"""What an adapter is for: a language model, or a reward model, whose new `score` layer is then trained whole beside it."""
+
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 """What weights can be loaded in; `auto` is what they were saved in."""
 
@@ -49,11 +52,10 @@ class ModelConfig(metaclass=KnownOptions):
     """Which model, and which adapter.
 
     Raises:
-        ConfigError: a `dtype` that weights cannot be loaded in.
+        ConfigError: a `dtype` that weights cannot be loaded in, or a `lora_task_type` that is not trained here.
     """
 
     not_yet: ClassVar[dict[str, NotYet]] = {
-        "lora_task_type": NotYet("CAUSAL_LM", "Only causal language models are trained."),
         "load_in_8bit": NotYet(False, _UNQUANTIZED),
         "load_in_4bit": NotYet(False, _UNQUANTIZED),
         "bnb_4bit_quant_type": NotYet("nf4", _UNQUANTIZED),
@@ -85,12 +87,18 @@ class ModelConfig(metaclass=KnownOptions):
     lora_modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Modules trained whole beside the adapter."}
     )
+    lora_task_type: str = field(
+        default="CAUSAL_LM",
+        metadata={"help": "CAUSAL_LM; for a reward model SEQ_CLS, which trains its score layer beside the adapter."},
+    )
     use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(lora_r)."})
     use_dora: bool = field(default=False, metadata={"help": "Train magnitude and direction apart."})
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.lora_task_type not in TASK_TYPES:
+            raise ConfigError(f"lora_task_type must be one of {', '.join(TASK_TYPES)}, got {self.lora_task_type!r}")
 
 
 def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
@@ -101,7 +109,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
 
     targets: Any = model_args.lora_target_modules
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=model_args.lora_task_type,
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha,
         lora_dropout=model_args.lora_dropout,

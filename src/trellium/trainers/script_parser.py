@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from transformers import HfArgumentParser
@@ -25,13 +25,17 @@ class TrlParser(HfArgumentParser):
     """A parser of dataclasses, as TRL's of the same name, which raises a `ConfigError` instead of leaving the program.
 
     Args:
-        dataclass_types: one or several, e.g. `(ScriptArguments, SFTConfig, ModelConfig)`.
+        dataclass_types: one or several, e.g. `(ScriptArguments, SFTConfig, ModelConfig)`. A field that is a list of dataclasses is read by their `of`,
+            from a string or from JSON.
         **kwargs: those of `argparse.ArgumentParser`.
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
         types_ = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
         super().__init__(types_, **{"allow_abbrev": False, **kwargs})
+        for action in self._actions:
+            if action.nargs == "+" and is_dataclass(action.type):
+                action.type = action.type.of  # type: ignore[union-attr]
 
     def error(self, message: str) -> Any:
         raise ConfigError(message)
@@ -126,9 +130,8 @@ class TrlParser(HfArgumentParser):
 
 
 def _as_flag_values(value: Any) -> list[str]:
-    if isinstance(value, list):
-        return [str(item) for item in value]
-    return [json.dumps(value) if isinstance(value, dict) else str(value)]
+    items = value if isinstance(value, list) else [value]
+    return [json.dumps(item) if isinstance(item, dict) else str(item) for item in items]
 
 
 def _as_boolean(value: Any) -> list[str]:
