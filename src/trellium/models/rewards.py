@@ -72,9 +72,13 @@ def _rewards(
     subtree_end: Tensor,
     position_ids: Tensor,
     sample_position: Tensor,
+    return_dict: bool = True,
     **others: Any,
 ) -> RewardOutput:
+    # PEFT's wrapper of classifiers passes all arguments on, most of them as None, and return_dict as a value.
     given = [name for name, value in others.items() if value is not None]
+    if not return_dict:
+        given.append("return_dict=False")
     if given:
         raise ModelError(f"a call for rewards does not take {', '.join(sorted(given))}")
     arguments = forest_arguments(forest_reading(model), subtree_end, position_ids, model.dtype)
