@@ -24,6 +24,7 @@ from collections.abc import Iterator
 
 from trellium.monitor import ledger
 from trellium.monitor.ledger import Change, Compilation, EagerFrame, Watch
+from trellium.monitor.records import described
 
 
 class TooManyCompiles(AssertionError):
@@ -79,6 +80,6 @@ def _one_per_graph(compilations: Watch) -> list[Compilation]:
 def _blame(blamed: Compilation | EagerFrame) -> str:
     where = f"{blamed.name}, {blamed.frame}" + (f", called at {blamed.caller}" if blamed.caller else "")
     if blamed.changes:
-        return f"{ledger.described(blamed.changes)} ({where})"
+        return f"{described(blamed.changes)} ({where})"
     reason = blamed.reason if isinstance(blamed, EagerFrame) else blamed.failure or blamed.recompile_reason
     return f"{where}: {reason or 'the first graph of this frame'}"
