@@ -24,12 +24,6 @@ namespace trellium {
 namespace {
 
 using torch::jit::Stack;
-constexpr c10::DispatchKeySet kHostKeys(c10::DispatchKey::CPU);
-constexpr c10::DispatchKeySet kNeuronKeys(c10::DispatchKey::PrivateUse1);
-
-bool on_neuron(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->device_type() == kNeuron;
-}
 
 void copy_geometry(c10::TensorImpl* to, const c10::TensorImpl* from) {
   to->set_sizes_and_strides(from->sizes(), from->strides(), from->storage_offset());

@@ -4,8 +4,19 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/core/DispatchKeySet.h>
+
+#include "cores.h"
 
 namespace trellium {
+
+// What a host tensor and a neuron tensor are made with.
+inline constexpr c10::DispatchKeySet kHostKeys(c10::DispatchKey::CPU);
+inline constexpr c10::DispatchKeySet kNeuronKeys(c10::DispatchKey::PrivateUse1);
+
+inline bool on_neuron(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->device_type() == kNeuron;
+}
 
 // The CPU tensor that is the neuron tensor.
 at::Tensor host_alias(const at::Tensor& tensor);

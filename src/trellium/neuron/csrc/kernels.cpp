@@ -38,12 +38,6 @@ namespace trellium {
 namespace {
 
 using torch::jit::Stack;
-constexpr c10::DispatchKeySet kHostKeys(c10::DispatchKey::CPU);
-constexpr c10::DispatchKeySet kNeuronKeys(c10::DispatchKey::PrivateUse1);
-
-bool on_neuron(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->device_type() == kNeuron;
-}
 
 constexpr const char* kDenseOnly =
     ": the emulated neuron device holds dense strided tensors only, not sparse (COO, CSR, CSC, BSR, BSC), quantized or nested ones. Keep the "
