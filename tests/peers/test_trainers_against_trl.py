@@ -10,7 +10,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase
@@ -145,7 +144,10 @@ SFT = {
     "conversations": (conversations, {}),
     "assistant only": (conversations, {"assistant_only_loss": True}),
     "packed bfd": (rows_of_distinct_lengths, {"packing": True, "max_length": 64}),
-    "packed bfd_split": (rows_of_distinct_lengths, {"packing": True, "packing_strategy": "bfd_split", "max_length": 64}),
+    "packed bfd_split": (
+        rows_of_distinct_lengths,
+        {"packing": True, "packing_strategy": "bfd_split", "max_length": 64},
+    ),
     "packed wrapped": (
         lambda: with_untrained_beginnings(rows_of_distinct_lengths()),
         {"packing": True, "packing_strategy": "wrapped", "max_length": 64},
@@ -165,9 +167,7 @@ def test_supervised_fine_tuning_is_trls(tmp_path, case):
 
 SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "sigmoid": 0.0}
 DPO = {
-    **{
-        loss: {"loss_type": [loss], "label_smoothing": SMOOTHING.get(loss, 0.0)} for loss in LOSS_TRAITS
-    },
+    **{loss: {"loss_type": [loss], "label_smoothing": SMOOTHING.get(loss, 0.0)} for loss in LOSS_TRAITS},
     "forward_kl": {"f_divergence_type": "forward_kl"},
     "js_divergence": {"f_divergence_type": "js_divergence"},
     "alpha_divergence": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.3},

@@ -60,6 +60,14 @@ class MetricSink:
         self._means = means
         return counts
 
+    def means(self) -> dict[str, Tensor]:
+        """The sums of the means as they stand, for `put_back`; nothing is copied."""
+        return dict(self._means)
+
+    def put_back(self, means: dict[str, Tensor]) -> None:
+        """Forget what was added to the means since `means()` gave these; counts stay."""
+        self._means = dict(means)
+
     def _to_host(self, pairs: list[Tensor], reduce: Callable[[Tensor], Tensor] | None) -> list[list[float]]:
         pairs = pairs + [torch.stack([count % _DIGIT, count // _DIGIT]).float() for count in self._counts.values()]
         if not pairs:

@@ -378,6 +378,8 @@ class BaseTrainer(MeteredTrainer):
         return super().train(resume_from_checkpoint=checkpoint, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if not self.may_save():
+            return
         with self.throughput.paused():
             begin_checkpoint(self.args.output_dir, self.state.global_step)
             self.keep_counts()

@@ -141,6 +141,12 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
     strict_shapes: bool = field(
         default=False, metadata={"help": "Make it an error if anything is compiled after the planned shapes were."}
     )
+    max_nonfinite_steps: int = field(
+        default=5,
+        metadata={
+            "help": "Stop the run when so many steps in a row have a loss or gradient that is not finite. Each is refused: it changes no weight."
+        },
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.shapes, list) and len(self.shapes) == 1 and self.shapes[0] in KNOWN_SHAPES:
@@ -205,6 +211,7 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
             "weight_decay": 0,
             "max_grad_norm": 0,
             "max_graphs": 1,
+            "max_nonfinite_steps": 1,
         }
         for name, least in lowest.items():
             value = getattr(self, name)

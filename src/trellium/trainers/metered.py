@@ -17,17 +17,15 @@ from transformers.trainer_utils import EvalLoopOutput
 from trellium.monitor import ledger
 from trellium.monitor.metrics import MetricSink
 from trellium.monitor.throughput import ThroughputMeter
-from trellium.trainers.resuming import ResumingTrainer
+from trellium.trainers.finite_guard import GuardedTrainer
 from trellium.trainers.warm_up import ShapeWatch
 
 _COUNTERS = "trellium"
 """The key of our counters in a checkpoint's `trainer_state.json`, among the states of callbacks."""
 
 
-class MeteredTrainer(ResumingTrainer):
-    """`ResumingTrainer` with such metrics; takes its arguments."""
-
-    args: Any
+class MeteredTrainer(GuardedTrainer):
+    """`GuardedTrainer` with such metrics; takes its arguments."""
 
     def __init__(self, *args: Any, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
@@ -99,6 +97,14 @@ class MeteredTrainer(ResumingTrainer):
         self._compiled_before = ledger.mark()
         self.throughput.restart()
 
+    def means_so_far(self) -> dict[str, Tensor]:
+        return self._sinks["train"].means()
+
+    def step_refused(self, means_before: dict[str, Tensor]) -> None:
+        sink = self._sinks["train"]
+        sink.put_back(means_before)
+        sink.add_count("skipped_steps", torch.tensor(int(self.accelerator.is_main_process)))
+
     def step_ended(self) -> None:
         """Count the tokens of an optimizer step that compiled nothing for the steady rate."""
         if self._shape_watch is not None:
@@ -127,6 +133,8 @@ class MeteredTrainer(ResumingTrainer):
             since = {name: total - self._counts_logged.get(name, 0) for name, total in totals.items()}
             self._counts_logged = totals
             logs.update(means, num_tokens=totals.get("num_tokens", 0))
+            if totals.get("skipped_steps"):
+                logs["skipped_steps"] = totals["skipped_steps"]
             logs.update(
                 self.throughput.read(
                     real=since.get("num_tokens", 0),
