@@ -9,8 +9,47 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trellium.ops import head_nll, head_scores, head_tiles
+from trellium.ops import head_products, head_rows, head_tiles
 from trellium.ops.head import NLL_OUTPUTS, OUTPUTS, TokenScores, token_scores, weighted_nll
+
+
+HEADS = {
+    "width": st.integers(1, 9),
+    "vocabulary": st.integers(1, 300),
+    "with_bias": st.booleans(),
+    "temperature": st.sampled_from([1.0, 0.7, 3.0]),
+    "logit_scale": st.sampled_from([1.0, 0.0625, -2.0]),
+    "softcap": st.sampled_from([None, 2.0, 30.0]),
+    "magnitude": st.sampled_from([1.0, 20.0]),
+    "seed": st.integers(0, 1000),
+}
+"""Any head, and the size of its hidden states."""
+
+TILINGS = st.sampled_from([(3, 64), (1, 64), None])
+"""For `cut_small`; None leaves the tiles as they are."""
+
+
+def full_log_probabilities(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """`[E, V]`, the plainest way."""
+    return _full_logits(hidden, weight, bias, temperature, logit_scale, softcap).log_softmax(-1)
+
+
+def _full_logits(hidden, weight, bias, temperature, logit_scale, softcap) -> Tensor:
+    logits = hidden @ weight.T
+    if bias is not None:
+        logits = logits + bias
+    logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / temperature
 
 
 def full_logits_scores(
@@ -22,22 +61,16 @@ def full_logits_scores(
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    outputs: tuple[str, ...] = OUTPUTS,
 ) -> TokenScores:
     """The plainest way."""
-    logits = hidden @ weight.T
-    if bias is not None:
-        logits = logits + bias
-    logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    log_p = (logits / temperature).log_softmax(-1)
+    logits = _full_logits(hidden, weight, bias, temperature, logit_scale, softcap)
+    log_p = logits.log_softmax(-1)
     entropy = -torch.where(log_p.isinf(), 0.0, log_p.exp() * log_p).sum(-1)
     return TokenScores(
         logprob=log_p.gather(1, target[:, None])[:, 0],
         entropy=entropy,
         log_sum_p2=(2 * log_p).logsumexp(-1),
-        mean_logit=(logits / temperature).mean(-1),
+        mean_logit=logits.mean(-1),
         top1=logits.argmax(-1) == target,
     )
 
@@ -47,7 +80,7 @@ def cut_small(patch: pytest.MonkeyPatch, edges: int = 3, columns: int = 64) -> N
     patch.setattr(head_tiles, "EDGE_TILE", edges)
     patch.setattr(head_tiles, "VOCABULARY_TILE", columns)
     patch.setattr(head_tiles, "TILE_BYTES", edges * columns * 8)
-    patch.setattr(head_tiles, "FEWEST_ROWS", edges)
+    patch.setattr(head_rows, "FEWEST_ROWS", edges)
     patch.setattr(head_tiles, "WORK_BYTES", 0)
 
 
@@ -81,16 +114,9 @@ def objective(scores: TokenScores, seed: int = 1) -> Tensor:
 @settings(max_examples=60, deadline=None)
 @given(
     edges=st.integers(1, 11),
-    width=st.integers(1, 9),
-    vocabulary=st.integers(1, 300),
-    with_bias=st.booleans(),
-    temperature=st.sampled_from([1.0, 0.7, 3.0]),
-    logit_scale=st.sampled_from([1.0, 0.0625, -2.0]),
-    softcap=st.sampled_from([None, 2.0, 30.0]),
-    magnitude=st.sampled_from([1.0, 20.0]),
     outputs=st.lists(st.sampled_from(OUTPUTS), min_size=1, unique=True),
-    tiling=st.sampled_from([(3, 64), (1, 64), None]),
-    seed=st.integers(0, 1000),
+    tiling=TILINGS,
+    **HEADS,
 )
 def test_scores_and_gradients_are_those_of_full_logits(
     edges, width, vocabulary, with_bias, temperature, logit_scale, softcap, magnitude, outputs, tiling, seed
@@ -162,10 +188,10 @@ def test_nothing_is_computed_for_a_frozen_head(small_tiles, monkeypatch, fused):
     weight.requires_grad_(False)
     bias.requires_grad_(False)
     added = []
-    plain = head_tiles.add_product
-    watched = lambda into, *factors: (added.append(into.shape), plain(into, *factors))  # noqa: E731
-    monkeypatch.setattr(head_nll, "add_product", watched)
-    monkeypatch.setattr(head_scores, "add_product", watched)
+    for name in ("add_product", "set_product"):
+        plain = getattr(head_products, name)
+        watched = lambda into, *factors, plain=plain: (added.append(into.shape), plain(into, *factors))  # noqa: E731
+        monkeypatch.setattr(head_products, name, watched)
     if fused:
         weighted_nll(hidden, weight, target, -torch.ones(7), bias=bias)[0].backward()
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trellium.ops import divergence_rows
 from trellium.ops.head import product_dtype
-from trellium.ops.head_scores import gradient_dtype
+from trellium.ops.head_gradients import gradient_dtype
 
 KINDS = ("jsd", "skewed_kl", "total_variation")
 """The divergences; forward and reverse KL are "jsd" at its ends."""

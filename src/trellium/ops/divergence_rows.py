@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from trellium.ops.head_nll import Gradients, RowBlock, fake_gradients, give_gradients, save_gradients
-from trellium.ops.head_scores import Statistics
-from trellium.ops.head_tiles import Head, Workspace, row_plan, widest
+from trellium.ops.head_gradients import BlockGradients, fake_gradients
+from trellium.ops.head_nll import give_gradients, save_gradients
+from trellium.ops.head_rows import RowBlock, row_blocks
+from trellium.ops.head_tiles import Head
 
 _NEVER = -1e30
 """The log-probability of a token out of the distribution: finite, so that differences and products of such are."""
@@ -17,8 +18,7 @@ _NEVER = -1e30
 
 def _log_probabilities(block: RowBlock) -> Tensor:
     """Replace the block's logits by log-probabilities; the log-sum-exp `[rows, 1]` that was taken off."""
-    nobody = torch.zeros(block.factors.shape[0], dtype=torch.int64, device=block.factors.device)
-    statistics = Statistics(block.flat, nobody, lowest=block.head.lowest)
+    statistics = block.statistics()
     block.project(statistics)
     highest = statistics.highest.unsqueeze(1)
     for z in block.tiles:
@@ -99,33 +99,18 @@ def divergence(
     student = Head(student_hidden, student_weight, student_bias, temperature, student_logit_scale, student_softcap)
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias, temperature, teacher_logit_scale, teacher_softcap)
     teacher.statistics, teacher.products = student.statistics, student.products
-    gradients = Gradients(student, hidden=wants_hidden, weight=wants_weight, bias=wants_bias)
-    edges, vocabulary = student_hidden.shape[0], student_weight.shape[0]
-    edge_pieces, token_pieces = row_plan(
-        edges,
-        vocabulary,
-        max(student_hidden.shape[1], teacher_hidden.shape[1]),
-        itemsize=student.statistics.itemsize,
-        other_bytes=student_hidden.nbytes if wants_hidden else 0,
-        heads=2,
-    )
-    count = widest(edge_pieces)
-    flats = [student_hidden.new_empty(count * vocabulary, dtype=student.statistics) for _ in range(2)]
-    work = Workspace(student_hidden, count * widest(token_pieces), student.statistics)
+    gradients = BlockGradients(student, (wants_hidden, wants_weight, wants_bias))
     edge_weight = edge_weight.to(student.statistics)
-    values = flats[0].new_zeros(edges)
-    for start, stop in edge_pieces if edges else ():
-        blocks = [
-            RowBlock(head, head.hidden[start:stop].to(head.products), flat, token_pieces, work)
-            for head, flat in zip((student, teacher), flats, strict=True)
-        ]
-        values[start:stop] = _diverge(blocks[0], blocks[1], kind, number)
-        scale = edge_weight[start:stop] * student.slope
+    values = torch.zeros_like(edge_weight)
+    held = student_hidden.nbytes if wants_hidden else 0
+    for rows, blocks in row_blocks((student, teacher), gradients, other_bytes=held):
+        values[rows] = _diverge(blocks[0], blocks[1], kind, number)
+        scale = edge_weight[rows] * student.slope
         grad_rows = blocks[0].multiply(scale, torch.ones_like(scale), gradients)
         if gradients.hidden is not None and grad_rows is not None:
-            gradients.hidden[start:stop] = grad_rows
+            gradients.hidden[rows] = grad_rows
     loss = (values.masked_fill(edge_weight == 0, 0.0) * edge_weight).sum()
-    return (loss, values, *gradients.results(weight_dtype))
+    return (loss, values, *gradients.pack(weight_dtype))
 
 
 @divergence.register_fake
@@ -141,7 +126,7 @@ def _(  # type: ignore[no-untyped-def]
     return (
         values.new_empty(()),
         values,
-        *fake_gradients(*leaves, wants_hidden, wants_weight, wants_bias, weight_dtype),
+        *fake_gradients(*leaves, (wants_hidden, wants_weight, wants_bias), weight_dtype),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trellium.ops.head import check_head, product_dtype
-from trellium.ops.head_scores import gradient_dtype
+from trellium.ops.head_gradients import gradient_dtype
 from trellium.ops.head_selected import selected_logprobs
 
 _NEVER = -1e30

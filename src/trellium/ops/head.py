@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trellium.ops import head_nll, head_scores
+from trellium.ops.head_gradients import gradient_dtype
 from trellium.ops.head_sharding import VocabularyShard, shard_arguments
 
 OUTPUTS = ("logprob", "entropy", "log_sum_p2", "mean_logit", "top1")
@@ -98,7 +99,7 @@ def token_scores(
         softcap,
         *shard_arguments(shard),
         *(name in outputs for name in OUTPUTS[1:]),
-        head_scores.gradient_dtype(weight),
+        gradient_dtype(weight),
     )
     found = dict(zip(OUTPUTS, (logprob, *others), strict=True))
     return TokenScores(**{name: found[name] for name in outputs})
@@ -115,6 +116,7 @@ def weighted_nll(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     mode: str = "nll",
+    label_smoothing: float = 0.0,
     outputs: Sequence[str] = (),
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, TokenScores]:
@@ -124,18 +126,21 @@ def weighted_nll(
 
     Args:
         hidden, weight, target, bias, temperature, logit_scale, softcap, shard: as for `token_scores`.
-        edge_weight: `[E]`, constant; an edge of weight 0 does not count, whatever its score.
+        edge_weight: `[E]`, constant; an edge of weight 0 does not count, whatever its score. Weights of classes are a factor in it:
+            `class_weight[target]`.
         mode: "nll", or "dft" to weigh each edge by its own probability as well, held constant.
+        label_smoothing: the share of each edge's loss, in [0, 1), that is the mean of `-log p` over the whole vocabulary instead of the target's. Of
+            "nll" only. With it a token that a bias of -inf takes out of the distribution makes the loss infinite.
         outputs: which of `NLL_OUTPUTS` to return beside the loss, for metrics: without gradients.
 
     Returns:
         The loss `[]`, in the statistics' dtype, and the scores asked for.
 
     Raises:
-        ValueError: as `token_scores`; an unknown mode.
+        ValueError: as `token_scores`; an unknown mode; a label smoothing out of its range or with "dft".
         RuntimeError: from autograd, at a second backward through the same loss.
 
-    Source: gradients in the forward pass, Hsu et al. 2024, Liger Kernel (arXiv:2410.10989); DFT, Wu et al. 2025 (arXiv:2508.05629).
+    Source: label smoothing, Szegedy et al. 2016 (arXiv:1512.00567), as in transformers' trainer; gradients in the forward pass, Hsu et al. 2024, Liger Kernel (arXiv:2410.10989); DFT, Wu et al. 2025 (arXiv:2508.05629).
     """
     _check(hidden, weight, target, bias, temperature, logit_scale, softcap)
     if edge_weight.shape != target.shape:
@@ -144,31 +149,26 @@ def weighted_nll(
         raise ValueError(f"outputs must name some of {NLL_OUTPUTS}, got {outputs!r}")
     if mode not in MODES:
         raise ValueError(f"mode must be one of {MODES}, got {mode!r}")
-    edge_weight = edge_weight.detach()
+    if not 0 <= label_smoothing < 1 or (label_smoothing and mode != "nll"):
+        raise ValueError(
+            f"label_smoothing must be in [0, 1), and 0 for any mode but 'nll', got {label_smoothing} for {mode!r}"
+        )
+    arguments = (hidden.to(product_dtype(hidden, weight)), weight, bias, target)
+    transform = (float(temperature), float(logit_scale), softcap, *shard_arguments(shard))
+    dft, wants_entropy, wants_top1 = mode == "dft", "entropy" in outputs, "top1" in outputs
+    edge_weight, dtype = edge_weight.detach(), gradient_dtype(weight)
     wanted = [torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in (hidden, weight, bias)]
-    if not any(wanted):  # larger tiles, and nothing to hold whole rows for
-        names = {"logprob", *outputs}
-        transform = {"bias": bias, "temperature": temperature, "logit_scale": logit_scale, "softcap": softcap}
-        scores = token_scores(hidden, weight, target, **transform, outputs=tuple(names), shard=shard)  # type: ignore[arg-type]
-        assert scores.logprob is not None
-        loss = head_nll.loss_of(scores.logprob, edge_weight.to(scores.logprob.dtype), dft=mode == "dft")
-        return loss, TokenScores(**{name: getattr(scores, name) for name in outputs})
-    loss, logprob, entropy, top1, *_ = head_nll.weighted_nll(
-        hidden.to(product_dtype(hidden, weight)),
-        weight,
-        bias,
-        target,
-        edge_weight,
-        float(temperature),
-        float(logit_scale),
-        softcap,
-        *shard_arguments(shard),
-        mode == "dft",
-        "entropy" in outputs,
-        "top1" in outputs,
-        *wanted,
-        head_scores.gradient_dtype(weight),
-    )
+    if any(wanted):
+        loss, logprob, entropy, top1, *_ = head_nll.weighted_nll(
+            *arguments, edge_weight, *transform, dft, float(label_smoothing), wants_entropy, wants_top1, *wanted, dtype
+        )
+    else:  # larger tiles, and nothing to hold whole rows for
+        logprob, entropy, _, mean_logit, top1, highest, log_total = head_scores.token_scores(
+            *arguments, *transform, wants_entropy, False, label_smoothing > 0, wants_top1, dtype
+        )
+        uniform = (mean_logit - highest) - log_total if label_smoothing else None
+        edge_weight = edge_weight.to(logprob.dtype)
+        loss = head_nll.loss_of(logprob, uniform, edge_weight, dft=dft, label_smoothing=label_smoothing)
     found = {"logprob": logprob, "entropy": entropy, "top1": top1}
     return loss, TokenScores(**{name: found[name] for name in outputs})
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trellium.ops.head_scores import Statistics, WeightGradient
-from trellium.ops.head_tiles import Head, Workspace, add_product, tile_plan, widest
+from trellium.ops.head_gradients import fake_gradients, sum_over_tiles
+from trellium.ops.head_statistics import Statistics
+from trellium.ops.head_tiles import Head, LogitTile, logit_tiles
 
 
 def _inside(tokens: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
@@ -35,27 +36,13 @@ def selected_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`[E, K]` log-probabilities, and for the backward the highest logit and log Σ exp(z - highest), `[E]`."""
     head = Head(hidden, weight, bias, temperature, logit_scale, softcap)
-    (edges, width), itemsize = hidden.shape, head.statistics.itemsize
-    factors = hidden.to(head.products)
-    edge_pieces, token_pieces = tile_plan(
-        edges,
-        weight.shape[0],
-        width,
-        itemsize=itemsize,
-        buffers=1,
-        other_bytes=(factors is not hidden) * factors.nbytes,
-    )
-    work = Workspace(hidden, widest(edge_pieces) * widest(token_pieces), head.statistics)
     chosen = hidden.new_zeros(tokens.shape, dtype=head.statistics)
-    statistics = Statistics(chosen, tokens.new_zeros(edges), lowest=head.lowest)
-    for tile in head.tiles(token_pieces):
-        for start, stop in edge_pieces:
-            z = head.project(factors[start:stop], tile, work("z", stop - start, tile.width), work)
-            if head.outer != 1.0:
-                z.mul_(head.outer)
-            here, place = _inside(tokens[start:stop], tile.start, tile.width)
-            chosen[start:stop] = torch.where(here, z.gather(1, place), chosen[start:stop])
-            statistics.fold(z, slice(start, stop), tile.start, work)
+    statistics = Statistics(chosen, tokens.new_zeros(hidden.shape[0]), lowest=head.lowest)
+    for logits in logit_tiles(head, buffers=1):
+        rows, z = logits.rows, logits.z if head.outer == 1.0 else logits.z.mul_(head.outer)
+        here, place = _inside(tokens[rows], logits.tile.start, logits.tile.width)
+        chosen[rows] = torch.where(here, z.gather(1, place), chosen[rows])
+        statistics.fold(z, rows, logits.tile.start, logits.work)
     log_total = statistics.total.log()
     return (chosen - statistics.highest.unsqueeze(1)) - log_total.unsqueeze(1), statistics.highest, log_total
 
@@ -86,40 +73,24 @@ def selected_logprobs_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias, empty where not wanted. d Σ_k g_k logprob_k = Σ_k g_k 1[token_k] - p Σ_k g_k."""
     head = Head(hidden, weight, bias, temperature, logit_scale, softcap)
-    (edges, width), itemsize = hidden.shape, head.statistics.itemsize
     grad = grad.to(head.statistics) * head.slope
-    factors = hidden.to(head.products)
-    grad_hidden = torch.zeros_like(hidden, dtype=head.statistics) if wants_hidden else None
-    held = (factors is not hidden) * factors.nbytes + (0 if grad_hidden is None else grad_hidden.nbytes)
-    edge_pieces, token_pieces = tile_plan(
-        edges, weight.shape[0], width, itemsize=itemsize, buffers=1 + (softcap is not None), other_bytes=held
-    )
-    work = Workspace(hidden, widest(edge_pieces) * widest(token_pieces), head.statistics)
-    gathered = WeightGradient(head, weight=wants_weight, bias=wants_bias, dtype=weight_dtype)
     minus_sum = -grad.sum(dim=1, keepdim=True)
-    for tile in head.tiles(token_pieces):
-        gathered.open(tile)
-        for start, stop in edge_pieces:
-            z = head.project(factors[start:stop], tile, work("z", stop - start, tile.width), work)
-            bend = None
-            if softcap is not None:  # the derivative of tanh
-                bend = torch.mul(z, z, out=work("bend", *z.shape)).neg_().add_(1.0)
-                z.mul_(head.outer)
-            z.sub_(highest[start:stop].unsqueeze(1)).sub_(log_total[start:stop].unsqueeze(1)).exp_()
-            z.mul_(minus_sum[start:stop])
-            here, place = _inside(tokens[start:stop], tile.start, tile.width)
-            z.scatter_add_(1, place, torch.where(here, grad[start:stop], 0.0))
-            if bend is not None:
-                z.mul_(bend)
-            factor = head.as_factor(z, work)
-            if grad_hidden is not None:
-                add_product(grad_hidden[start:stop], factor, tile.weight)
-            gathered.add(z, factor, factors[start:stop])
-        gathered.close(tile)
-    return (
-        hidden.new_empty(0) if grad_hidden is None else grad_hidden.to(hidden.dtype),
-        weight.new_empty(0, dtype=weight_dtype) if gathered.weight is None else gathered.weight,
-        weight.new_empty(0) if gathered.bias is None else gathered.bias,
+
+    def logit_gradient(logits: LogitTile) -> Tensor:
+        rows, z = logits.rows, logits.z
+        bend = head.take_bend(z, logits.work)
+        z.sub_(highest[rows].unsqueeze(1)).sub_(log_total[rows].unsqueeze(1)).exp_()
+        z.mul_(minus_sum[rows])
+        here, place = _inside(tokens[rows], logits.tile.start, logits.tile.width)
+        z.scatter_add_(1, place, torch.where(here, grad[rows], 0.0))
+        return z if bend is None else z.mul_(bend)
+
+    return sum_over_tiles(
+        head,
+        logit_gradient,
+        buffers=1 + (softcap is not None),
+        wanted=(wants_hidden, wants_weight, wants_bias),
+        weight_dtype=weight_dtype,
     )
 
 
@@ -128,11 +99,7 @@ def _(  # type: ignore[no-untyped-def]
     grad, hidden, weight, bias, tokens, highest, log_total, temperature, logit_scale, softcap,
     wants_hidden, wants_weight, wants_bias, weight_dtype,
 ):  # fmt: skip
-    return (
-        torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0),
-        torch.empty_like(weight, dtype=weight_dtype) if wants_weight else weight.new_empty(0, dtype=weight_dtype),
-        torch.empty_like(bias) if wants_bias and bias is not None else weight.new_empty(0),
-    )
+    return fake_gradients(hidden, weight, bias, (wants_hidden, wants_weight, wants_bias), weight_dtype)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trellium.ops import head_products
+
 WORK_BYTES = 64 << 20
 """What one call may allocate besides the weight's gradient, where the gradient of `hidden` and the smallest tiles fit into it."""
 
@@ -27,9 +29,8 @@ TILE_BYTES = 8 << 20
 
 EDGE_TILE = 2048
 VOCABULARY_TILE = 1024
-_ALIGNMENT = 64
+ALIGNMENT = 64
 _SMALLEST_TILE_BYTES = 1 << 20
-FEWEST_ROWS = 16
 
 
 def even_split(length: int, target: int, alignment: int = 1) -> list[tuple[int, int]]:
@@ -51,6 +52,11 @@ class Workspace:
     def __init__(self, like: Tensor, size: int, dtype: torch.dtype) -> None:
         self._like, self._size, self._dtype = like, size, dtype
         self._buffers: dict[str, Tensor] = {}
+
+    def resize(self, size: int) -> None:
+        """Give up the buffers; those that are asked for from now on hold `size` elements."""
+        self._size = size
+        self._buffers.clear()
 
     def __call__(self, name: str, rows: int, columns: int, *, dtype: torch.dtype | None = None) -> Tensor:
         """A contiguous `[rows, columns]` view of the named buffer."""
@@ -87,7 +93,7 @@ class Head:
     ) -> None:
         self.hidden, self.weight, self.bias, self.softcap = hidden, weight, bias, softcap
         self.statistics = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        self.products = hidden.dtype if has_mixed_products(hidden) else self.statistics
+        self.products = hidden.dtype if head_products.has_mixed_products(hidden) else self.statistics
         self.inner = logit_scale / temperature if softcap is None else logit_scale / softcap
         self.outer = 1.0 if softcap is None else softcap / temperature
         self.slope = self.inner * self.outer
@@ -105,40 +111,29 @@ class Head:
 
     def project(self, rows: Tensor, tile: HeadTile, out: Tensor, work: Workspace) -> Tensor:
         """`out` filled with `f(inner · (rows @ tile.T + bias))`: the logits, still without the factor `outer`."""
-        if rows.dtype == out.dtype and tile.bias is not None:
-            torch.addmm(tile.bias, rows, tile.weight.t(), alpha=self.inner, out=out)
+        if rows.dtype == out.dtype:
+            head_products.multiply(rows, tile.weight.t(), out)
         else:
-            if rows.dtype == out.dtype:
-                torch.mm(rows, tile.weight.t(), out=out)
-            else:
-                product = work("product", *out.shape, dtype=rows.dtype)
-                out.copy_(torch.mm(rows, tile.weight.t(), out=product))
-            if self.inner != 1.0:
-                out.mul_(self.inner)
-            if tile.bias is not None:
-                out.add_(tile.bias)
+            out.copy_(head_products.multiply(rows, tile.weight.t(), work("product", *out.shape, dtype=rows.dtype)))
+        if self.inner != 1.0:
+            out.mul_(self.inner)
+        if tile.bias is not None:
+            out.add_(tile.bias)
         return out if self.softcap is None else out.tanh_()
+
+    def take_bend(self, z: Tensor, work: Workspace) -> Tensor | None:
+        """The soft cap's derivative at a tile of logits, None without a cap; and `z` gets the factor `outer`."""
+        if self.softcap is None:
+            return None
+        bend = torch.mul(z, z, out=work("bend", *z.shape)).neg_().add_(1.0)  # of tanh
+        z.mul_(self.outer)
+        return bend
 
     def as_factor(self, tile: Tensor, work: Workspace) -> Tensor:
         """A tile of gradients in the products' dtype."""
         if tile.dtype == self.products:
             return tile
         return work("product", *tile.shape, dtype=self.products).copy_(tile)
-
-
-def has_mixed_products(tensor: Tensor) -> bool:
-    """Whether low-precision operands can be multiplied into a float32 sum."""
-    return tensor.is_cuda
-
-
-def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
-    """`accumulator += left @ right`, summed in the accumulator's dtype and never rounded to the operands'."""
-    if accumulator.dtype == left.dtype:
-        accumulator.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(accumulator, left, right, out_dtype=accumulator.dtype, out=accumulator)
-    else:
-        accumulator.addmm_(left.to(accumulator.dtype), right.to(accumulator.dtype))
 
 
 def tile_plan(
@@ -150,14 +145,35 @@ def tile_plan(
     rows = min(max(edges, 1), EDGE_TILE, max(1, size // VOCABULARY_TILE))
     edge_pieces = even_split(edges, rows)
     columns = min(size // max(widest(edge_pieces), 1), max(size // width, VOCABULARY_TILE))
-    return edge_pieces, even_split(vocabulary, columns, _ALIGNMENT)
+    return edge_pieces, even_split(vocabulary, columns, ALIGNMENT)
 
 
-def row_plan(
-    edges: int, vocabulary: int, width: int, *, itemsize: int, other_bytes: int, heads: int = 1
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Pieces of the edges, and of the vocabulary: so few edges that whole rows of `heads` heads' logits fit into what `other_bytes` leave of `WORK_BYTES`."""
-    columns = min(vocabulary, max(_ALIGNMENT, min(VOCABULARY_TILE, TILE_BYTES // (itemsize * width))))
-    room = WORK_BYTES - other_bytes - 3 * itemsize * columns * width
-    rows = max(FEWEST_ROWS, room // (itemsize * (heads * (vocabulary + width) + 2 * columns + 3 * width)))
-    return even_split(edges, rows), even_split(vocabulary, columns, _ALIGNMENT)
+@dataclass(frozen=True, slots=True)
+class LogitTile:
+    """The logits of some edges and tokens, still without the factor `outer`, in a buffer that may be overwritten."""
+
+    tile: HeadTile
+    rows: slice
+    factors: Tensor
+    z: Tensor
+    work: Workspace
+
+
+def logit_tiles(head: Head, *, buffers: int, other_bytes: int = 0) -> Iterator[LogitTile]:
+    """All logits of a head, each tile in the buffer of the one before: tokens outside, edges inside.
+
+    `buffers`: how many of a tile's size are needed at a time; `other_bytes`: what else the caller holds of `WORK_BYTES`.
+    """
+    factors = head.hidden.to(head.products)
+    edge_pieces, token_pieces = tile_plan(
+        *(head.hidden.shape[0], *head.weight.shape),
+        itemsize=head.statistics.itemsize,
+        buffers=buffers,
+        other_bytes=other_bytes + (factors is not head.hidden) * factors.nbytes,
+    )
+    work = Workspace(head.hidden, widest(edge_pieces) * widest(token_pieces), head.statistics)
+    for tile in head.tiles(token_pieces):
+        for start, stop in edge_pieces:
+            rows = factors[start:stop]
+            z = head.project(rows, tile, work("z", stop - start, tile.width), work)
+            yield LogitTile(tile, slice(start, stop), rows, z, work)
