@@ -7,8 +7,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.ops.test_head import HEADS, TILINGS, cut_small, full_log_probabilities, full_logits_scores, problem, small_tiles  # noqa: F401
-from trellium.ops import head_nll, head_products, losses
+from tests.ops.test_head import (
+    HEADS,
+    TILINGS,
+    cut_small,
+    full_log_probabilities,
+    full_logits_scores,
+    problem,
+    small_tiles,  # noqa: F401
+)
+from trellium.ops import head_nll, head_products, head_rows, losses
 from trellium.ops.head import MODES, NLL_OUTPUTS, token_scores, weighted_nll
 
 LOSSES = {"nll": losses.nll, "dft": losses.dft}
@@ -28,12 +36,13 @@ def weights_of(edges: int, seed: int, *, none: bool = False) -> Tensor:
     smoothing=st.sampled_from([0.0, 0.1, 0.9]),
     outputs=st.lists(st.sampled_from(NLL_OUTPUTS), unique=True),
     tiling=TILINGS,
+    paying_rows=st.sampled_from([0, 100]),
     untrained=st.booleans(),
     frozen=st.sampled_from([(), (0,), (1,), (0, 1, 2)]),
     **HEADS,
 )
 def test_loss_and_gradients_are_those_of_full_logits(
-    edges, width, vocabulary, with_bias, temperature, logit_scale, softcap, magnitude, mode, smoothing, outputs, tiling, untrained, frozen, seed
+    edges, width, vocabulary, with_bias, temperature, logit_scale, softcap, magnitude, mode, smoothing, outputs, tiling, paying_rows, untrained, frozen, seed
 ):  # fmt: skip
     hidden, weight, target, bias, leaves = problem(
         edges, width, vocabulary, with_bias=with_bias, scale=magnitude, seed=seed
@@ -47,6 +56,7 @@ def test_loss_and_gradients_are_those_of_full_logits(
     with pytest.MonkeyPatch.context() as patch:
         if tiling is not None:
             cut_small(patch, *tiling)
+        patch.setattr(head_rows, "PAYING_ROWS", paying_rows)
         loss, scores = weighted_nll(
             hidden, weight, target, edge_weight, **options, mode=mode, label_smoothing=smoothing, outputs=outputs
         )

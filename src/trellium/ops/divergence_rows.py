@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trellium.ops.head_gradients import BlockGradients, fake_gradients
 from trellium.ops.head_nll import give_gradients, save_gradients
-from trellium.ops.head_rows import RowBlock, row_blocks
+from trellium.ops.head_rows import RowBlock, row_blocks, row_plan
 from trellium.ops.head_tiles import Head
 
 _NEVER = -1e30
@@ -102,8 +102,8 @@ def divergence(
     gradients = BlockGradients(student, (wants_hidden, wants_weight, wants_bias))
     edge_weight = edge_weight.to(student.statistics)
     values = torch.zeros_like(edge_weight)
-    held = student_hidden.nbytes if wants_hidden else 0
-    for rows, blocks in row_blocks((student, teacher), gradients, other_bytes=held):
+    plan = row_plan((student, teacher), wants_hidden=wants_hidden, lends=wants_weight)
+    for rows, blocks in row_blocks((student, teacher), plan, gradients):
         values[rows] = _diverge(blocks[0], blocks[1], kind, number)
         scale = edge_weight[rows] * student.slope
         grad_rows = blocks[0].multiply(scale, torch.ones_like(scale), gradients)

@@ -75,6 +75,62 @@ def sum_over_tiles(
     return pack_gradients(head, (hidden, gathered.weight, gathered.bias), weight_dtype)
 
 
+class LogitGradient:
+    """What turns a tile of logits into the gradient of Σ `of_target` · log p[target] + `of_entropy` · entropy + `of_all` · Σ log p, `[edges]` each.
+
+    With the p of the tile, d log p[target] = 1[target] - p, d entropy = -p · (log p + entropy), d Σ log p = 1 - V · p.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        target: Tensor,
+        highest: Tensor,
+        log_total: Tensor,
+        *,
+        of_target: Tensor | None,
+        of_entropy: tuple[Tensor, Tensor] | None = None,
+        of_all: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """`of_entropy`: with the entropies; `of_all`: with the number of tokens V, `[edges]`."""
+        self._head, self._target, self._highest, self._log_total = head, target, highest, log_total
+        self._of_p = torch.zeros_like(highest)  # what multiplies -p
+        self._of_target = self._of_entropy = self._of_all = None
+        if of_target is not None:
+            self._of_target = of_target.to(head.statistics) * head.slope
+            self._of_p += self._of_target
+        if of_entropy is not None:
+            self._of_entropy = of_entropy[0].to(head.statistics) * head.slope
+            self._of_p += self._of_entropy * of_entropy[1]
+        if of_all is not None:
+            self._of_all = of_all[0].to(head.statistics) * head.slope
+            self._of_p += self._of_all * of_all[1]
+
+    def __call__(self, logits: LogitTile) -> Tensor:
+        """The gradient of one tile, in a buffer; the logits are overwritten."""
+        z, rows = logits.z, logits.rows
+        bend = self._head.take_bend(z, logits.work)
+        z.sub_(self._highest[rows].unsqueeze(1)).sub_(self._log_total[rows].unsqueeze(1))  # log p
+        if self._of_entropy is None:
+            grad = z.exp_().mul_(-self._of_p[rows].unsqueeze(1))
+        else:
+            grad = torch.exp(z, out=logits.work("probability", *z.shape))
+            z.clamp_(min=self._head.lowest).mul_(-self._of_entropy[rows].unsqueeze(1))
+            grad.mul_(z.sub_(self._of_p[rows].unsqueeze(1)))
+        if self._of_target is not None:
+            _add_at_targets(grad, self._target[rows] - logits.tile.start, self._of_target[rows])
+        if self._of_all is not None:
+            grad.add_(self._of_all[rows].unsqueeze(1))
+        return grad if bend is None else grad.mul_(bend)
+
+
+def _add_at_targets(tile: Tensor, place: Tensor, addend: Tensor) -> None:
+    """Add `addend` `[rows]` to each row's entry at `place`, where that lies in the tile."""
+    width = tile.shape[1]
+    here = (place >= 0) & (place < width)
+    tile.scatter_add_(1, place.clamp(0, width - 1).unsqueeze(1), torch.where(here, addend, 0.0).unsqueeze(1))
+
+
 class _TileGradients:
     """The gradients of the weight and the bias, a tile of the vocabulary after the other."""
 
@@ -125,7 +181,7 @@ class BlockGradients:
     def __init__(self, head: Head, wanted: Wanted) -> None:
         self._head = head
         self.hidden = torch.zeros_like(head.hidden) if wanted[0] else None
-        self.weight = torch.empty_like(head.weight, dtype=head.statistics) if wanted[1] else None
+        self.weight = head.weight.new_empty(head.weight.shape, dtype=head.statistics) if wanted[1] else None
         self.bias = None
         if wanted[2] and head.bias is not None:
             self.bias = torch.zeros_like(head.bias, dtype=head.statistics)

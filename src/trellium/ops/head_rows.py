@@ -3,7 +3,7 @@
 As many edges as fit into `WORK_BYTES`, with one exception. Until the first block is done nothing has been added to the weight's gradient, and its memory
 holds the first block's logits: a tile's lie where the gradient of the tile's tokens will be, `[rows, tokens]` in the room of `[tokens, H]`, so up to `H`
 edges need no memory of their own. With 152,000 tokens of width 896 that is a block of 896 edges, of which the work buffers allow some 700, instead of
-blocks of 60 to 100. Each block reads the head twice and adds to all of its gradient, so few large blocks are what makes the products efficient.
+blocks of 40 to 100. Each block reads the head twice and adds to all of its gradient, so few large blocks are what makes the products efficient.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trellium.ops import head_products, head_tiles
 from trellium.ops.head_gradients import BlockGradients
+from trellium.ops.head_sharding import reduce_maximum
 from trellium.ops.head_statistics import Statistics
 from trellium.ops.head_tiles import Head, Workspace, even_split, widest
 
@@ -23,6 +24,9 @@ LENT_ROWS = 1024
 """The most edges whose logits lie in the weight's gradient: more are not more efficient, and their work buffers leave the cache."""
 
 FEWEST_ROWS = 16
+
+PAYING_ROWS = 96
+"""Edges a block above which three products cost less than four over large tiles, measured with 152,000 tokens of width 896."""
 
 _WORK_BUFFERS = 5
 """Tiles that one block's arithmetic may need besides the rows: a capped, a bent, an exponential, a product and a factor."""
@@ -36,27 +40,43 @@ class RowPlan:
     own: list[tuple[int, int]]
     tokens: list[tuple[int, int]]
 
+    @property
+    def pays(self) -> bool:
+        """Whether the blocks are large enough, on average, to cost less than making every logit a second time."""
+        blocks = self.lent + self.own
+        return len(blocks) <= 1 or blocks[-1][1] >= PAYING_ROWS * len(blocks)
 
-def row_plan(
-    edges: int, vocabulary: int, width: int, *, itemsize: int, other_bytes: int, heads: int = 1, lend: int = 0
-) -> RowPlan:
-    """Cut so that whole rows of `heads` heads' logits fit into what `other_bytes` leave of `WORK_BYTES`; `lend`: rows that one head's gradient has room for."""
-    columns = max(head_tiles.ALIGNMENT, min(head_tiles.VOCABULARY_TILE, head_tiles.TILE_BYTES // (itemsize * width)))
-    columns = min(vocabulary, columns)
-    room = (head_tiles.WORK_BYTES - other_bytes) // itemsize - 3 * columns * width
+
+def row_plan(heads: Sequence[Head], *, wants_hidden: bool, lends: bool, group: str = "") -> RowPlan:
+    """Cut so that whole rows of all heads' logits fit into `WORK_BYTES`. `lends`: whether there will be a gradient of the first one's weight.
+
+    The ranks of `group` cut their edges alike, by the largest of their parts of the vocabulary.
+    """
+    first = heads[0]
+    edges, vocabulary, itemsize = first.hidden.shape[0], first.weight.shape[0], first.statistics.itemsize
+    width = max(head.hidden.shape[1] for head in heads)
+    columns = min(head_tiles.VOCABULARY_TILE, head_tiles.TILE_BYTES // (itemsize * width))
+    columns = max(head_tiles.ALIGNMENT, columns)
+    held = first.hidden.nbytes if wants_hidden else 0
+    room = (head_tiles.WORK_BYTES - held) // itemsize - 4 * columns * width
+
+    largest = (
+        int(reduce_maximum(first.hidden.new_tensor(vocabulary, dtype=torch.int64), group)) if group else vocabulary
+    )
 
     def fitting(rooms: int) -> int:
-        return max(FEWEST_ROWS, room // (rooms * (vocabulary + width) + _WORK_BUFFERS * columns + 3 * width))
+        return max(FEWEST_ROWS, room // (rooms * (largest + width) + _WORK_BUFFERS * columns + 3 * width))
 
-    own, lent = fitting(heads), min(lend, LENT_ROWS, fitting(heads - 1))
+    own = fitting(len(heads))
+    lent = min(first.hidden.shape[1], LENT_ROWS, fitting(len(heads) - 1)) if lends else 0
     tokens = even_split(vocabulary, columns, head_tiles.ALIGNMENT)
     if edges == 0:
         return RowPlan([], [], tokens)
     if edges <= own or lent < own:
         return RowPlan([], even_split(edges, own), tokens)
-    first = min(edges, lent)
-    rest = even_split(edges - first, own) if edges > first else []
-    return RowPlan([(0, first)], [(start + first, stop + first) for start, stop in rest], tokens)
+    lent = min(edges, lent)
+    rest = even_split(edges - lent, own) if edges > lent else []
+    return RowPlan([(0, lent)], [(start + lent, stop + lent) for start, stop in rest], tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +183,11 @@ class RowBlock:
 
 
 def row_blocks(
-    heads: Sequence[Head], gradients: BlockGradients, *, other_bytes: int
+    heads: Sequence[Head], plan: RowPlan, gradients: BlockGradients
 ) -> Iterator[tuple[slice, list[RowBlock]]]:
     """The edges block by block: which, and room for the logits of each head. `gradients`: of the first head."""
     first = heads[0]
-    (edges, width), vocabulary = first.hidden.shape, first.weight.shape[0]
-    lends = gradients.weight is not None and gradients.weight.is_contiguous()
-    plan = row_plan(
-        edges,
-        vocabulary,
-        max(head.hidden.shape[1] for head in heads),
-        itemsize=first.statistics.itemsize,
-        other_bytes=other_bytes,
-        heads=len(heads),
-        lend=width if lends else 0,
-    )
+    vocabulary, width = first.weight.shape
     own_heads = {True: len(heads) - 1, False: len(heads)}  # that the weight's gradient has no room for
     groups = [(pieces, lent) for pieces, lent in ((plan.lent, True), (plan.own, False)) if pieces]
     sizes = [widest(pieces) * vocabulary * own_heads[lent] for pieces, lent in groups]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trellium.ops.head_gradients import fake_gradients, sum_over_tiles
-from trellium.ops.head_statistics import Statistics
-from trellium.ops.head_tiles import Head, LogitTile, logit_tiles
+from trellium.ops.head_gradients import LogitGradient, fake_gradients, sum_over_tiles
+from trellium.ops.head_statistics import fold_tiles
+from trellium.ops.head_tiles import Head
 
 
 @torch.library.custom_op("trellium::token_scores", mutates_args=())
@@ -38,20 +38,15 @@ def token_scores(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Log-probability, entropy, log Σp², mean logit and top-1 (empty where not wanted), and for the backward the highest logit and log Σ exp(z - highest)."""
     head = Head(hidden, weight, bias, temperature, logit_scale, softcap)
-    statistics = Statistics(
-        hidden.new_empty(0, dtype=head.statistics),
+    statistics = fold_tiles(
+        head,
         target - first_token,
-        lowest=head.lowest,
+        group,
         moment=wants_entropy,
         squares=wants_log_sum_p2,
         plain=wants_mean_logit,
         first=wants_top1,
     )
-    for logits in logit_tiles(head, buffers=1 + wants_entropy):
-        z = logits.z if head.outer == 1.0 else logits.z.mul_(head.outer)
-        statistics.fold(z, logits.rows, logits.tile.start, logits.work)
-    statistics.join_highest(group)
-    statistics.join_sums(weight.shape[0], group)
     nothing = statistics.total.new_empty(0)
     found = (statistics.logprob(), statistics.entropy(), statistics.log_sum_p2(), statistics.plain)
     first = target.new_empty(0, dtype=torch.bool) if statistics.first is None else statistics.first
@@ -86,51 +81,6 @@ def _(  # type: ignore[no-untyped-def]
     )
 
 
-class _LogitGradient:
-    """What turns a tile of logits into the gradient of the tile: d logprob = 1[target] - p, d entropy = -p · (log p + entropy)."""
-
-    def __init__(
-        self,
-        head: Head,
-        target: Tensor,
-        grad_logprob: Tensor | None,
-        grad_entropy: Tensor | None,
-        entropy: Tensor,
-        highest: Tensor,
-        log_total: Tensor,
-    ) -> None:
-        self.head, self.target, self.highest, self.log_total = head, target, highest, log_total
-        self.of_target = None if grad_logprob is None else grad_logprob.to(head.statistics) * head.slope
-        self.of_entropy = None if grad_entropy is None else grad_entropy.to(head.statistics) * head.slope
-        self.constant = self.of_target  # what multiplies -p
-        if self.of_entropy is not None:
-            constant = self.of_entropy * entropy
-            self.constant = constant if self.of_target is None else constant + self.of_target
-
-    def __call__(self, logits: LogitTile) -> Tensor:
-        """The gradient of one tile, in a buffer; the logits are overwritten."""
-        z, rows = logits.z, logits.rows
-        bend = self.head.take_bend(z, logits.work)
-        z.sub_(self.highest[rows].unsqueeze(1)).sub_(self.log_total[rows].unsqueeze(1))  # log p
-        assert self.constant is not None
-        if self.of_entropy is None:
-            grad = z.exp_().mul_(-self.constant[rows].unsqueeze(1))
-        else:
-            grad = torch.exp(z, out=logits.work("probability", *z.shape))
-            z.clamp_(min=self.head.lowest).mul_(-self.of_entropy[rows].unsqueeze(1))
-            grad.mul_(z.sub_(self.constant[rows].unsqueeze(1)))
-        if self.of_target is not None:
-            _add_at_targets(grad, self.target[rows] - logits.tile.start, self.of_target[rows])
-        return grad if bend is None else grad.mul_(bend)
-
-
-def _add_at_targets(tile: Tensor, place: Tensor, addend: Tensor) -> None:
-    """Add `addend` `[rows]` to each row's entry at `place`, where that lies in the tile."""
-    width = tile.shape[1]
-    here = (place >= 0) & (place < width)
-    tile.scatter_add_(1, place.clamp(0, width - 1).unsqueeze(1), torch.where(here, addend, 0.0).unsqueeze(1))
-
-
 @torch.library.custom_op("trellium::token_scores_backward", mutates_args=())
 def token_scores_backward(
     grad_logprob: Tensor | None,
@@ -156,7 +106,14 @@ def token_scores_backward(
     head = Head(hidden, weight, bias, temperature, logit_scale, softcap)
     return sum_over_tiles(
         head,
-        _LogitGradient(head, target - first_token, grad_logprob, grad_entropy, entropy, highest, log_total),
+        LogitGradient(
+            head,
+            target - first_token,
+            highest,
+            log_total,
+            of_target=grad_logprob,
+            of_entropy=None if grad_entropy is None else (grad_entropy, entropy),
+        ),
         buffers=1 + (grad_entropy is not None) + (softcap is not None),
         wanted=(wants_hidden, wants_weight, wants_bias),
         weight_dtype=weight_dtype,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trellium.ops.head_sharding import reduce_maximum, reduce_minimum, reduce_sums
-from trellium.ops.head_tiles import Workspace
+from trellium.ops.head_tiles import Head, Workspace, logit_tiles
 
 
 class Statistics:
@@ -151,3 +151,14 @@ def _first_of_equals(z: Tensor, place: Tensor, reached: Tensor) -> Tensor:
     if rows.numel():
         reached[rows] = z[rows].argmax(dim=1) == place[rows]
     return reached
+
+
+def fold_tiles(head: Head, target: Tensor, group: str, **wanted: bool) -> Statistics:
+    """Of all edges, from one product: each tile of logits is folded as it is made, then what the ranks of `group` found is joined. `target`, `wanted`: as of `Statistics`."""
+    statistics = Statistics(head.hidden.new_empty(0, dtype=head.statistics), target, lowest=head.lowest, **wanted)
+    for logits in logit_tiles(head, buffers=1 + (statistics.moment is not None)):
+        z = logits.z if head.outer == 1.0 else logits.z.mul_(head.outer)
+        statistics.fold(z, logits.rows, logits.tile.start, logits.work)
+    statistics.join_highest(group)
+    statistics.join_sums(head.weight.shape[0], group)
+    return statistics
