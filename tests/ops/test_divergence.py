@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.test_head import cut_small
+from tests.ops.test_head import cut_small, full_log_probabilities
 from trellium.ops.divergence import divergence
 
 CASES = [
@@ -23,13 +23,9 @@ CASES = [
 
 
 def plain_log_probabilities(hidden, weight, bias, temperature, scale, softcap) -> Tensor:
-    logits = hidden @ weight.T
-    if bias is not None:
-        logits = logits + bias
-    logits = logits * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return (logits / temperature).log_softmax(-1)
+    return full_log_probabilities(
+        hidden, weight, bias=bias, temperature=temperature, logit_scale=scale, softcap=softcap
+    )
 
 
 def plain_divergence(log_s: Tensor, log_t: Tensor, kind: str, number: float) -> Tensor:

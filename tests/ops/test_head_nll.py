@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,7 +17,7 @@ from tests.ops.test_head import (
     problem,
     small_tiles,  # noqa: F401
 )
-from trellium.ops import head_nll, head_products, head_rows, losses
+from trellium.ops import head_nll, head_products, head_rows, head_tiles, losses
 from trellium.ops.head import MODES, NLL_OUTPUTS, token_scores, weighted_nll
 
 LOSSES = {"nll": losses.nll, "dft": losses.dft}
@@ -89,6 +90,45 @@ def test_the_fused_form_is_the_loss_of_the_scores(small_tiles, mode):  # noqa: F
         torch.testing.assert_close(
             weighted_nll(hidden, weight, target, edge_weight, bias=bias, softcap=5.0, mode=mode)[0], plain
         )
+
+
+def test_weights_of_classes_are_a_factor_of_each_edge_s_weight(small_tiles):  # noqa: F811
+    hidden, weight, target, _, leaves = problem(9, 6, 200)
+    class_weight = torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    loss, _ = weighted_nll(hidden, weight, target, class_weight[target] / class_weight[target].sum())
+    expected = F.cross_entropy(hidden @ weight.T, target, weight=class_weight)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
+
+
+def test_label_smoothing_is_that_of_transformers_trainer(small_tiles):  # noqa: F811
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    hidden, weight, target, _, leaves = problem(9, 6, 200, dtype=torch.float32)
+    labels = target.clone()
+    labels[::4] = -100
+    trained = labels != -100
+    loss, _ = weighted_nll(hidden, weight, target, trained / trained.sum(), label_smoothing=0.1)
+    expected = LabelSmoother(0.1)({"logits": (hidden @ weight.T)[None]}, labels[None])
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves))
+
+
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.float32, 300), (torch.bfloat16, 64)])
+def test_the_first_block_s_logits_lie_in_the_weight_s_gradient(monkeypatch, dtype, columns):
+    """Where rows have no other room: 16 edges in one block, and the memory of three rows asked for none of them."""
+    cut_small(monkeypatch, 3, columns)
+    monkeypatch.setattr(head_rows, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(head_tiles, "WORK_BYTES", 1 << 18)
+    hidden, weight, target, _, leaves = problem(40, 16, 20_000, dtype=dtype)
+    plan = head_rows.row_plan((head_tiles.Head(hidden, weight, None, 1.0, 1.0, None),), wants_hidden=True, lends=True)
+    assert plan.lent == [(0, 16)]
+    assert max(stop - start for start, stop in plan.own) < 3
+    loss, _ = weighted_nll(hidden, weight, target, torch.ones(40))
+    expected = -full_logits_scores(hidden.float(), weight.float(), target).logprob.sum()
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        assert (ours - theirs).norm() < max(4 * torch.finfo(dtype).eps, 1e-5) * theirs.norm()
 
 
 def test_duplicate_targets_and_a_token_out_of_the_distribution(small_tiles):  # noqa: F811
@@ -261,6 +301,8 @@ def test_operators_keep_the_contract_of_custom_operators(small_tiles):  # noqa: 
     ("change", "message"),
     [
         ({"mode": "kl"}, "mode must be one of"),
+        ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\)"),
+        ({"label_smoothing": 0.1, "mode": "dft"}, "0 for any mode but 'nll'"),
         ({"outputs": ("log_sum_p2",)}, "outputs must name some of"),
         ({"edge_weight": torch.ones(2)}, r"edge_weight must be \[E\]"),
         ({"temperature": -1.0}, "temperature must be above 0"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from trellium.ops import divergence_rows
 from trellium.ops.head import product_dtype
 from trellium.ops.head_gradients import gradient_dtype
+from trellium.ops.head_sharding import VocabularyShard, shard_arguments
 
 KINDS = ("jsd", "skewed_kl", "total_variation")
 """The divergences; forward and reverse KL are "jsd" at its ends."""
@@ -38,6 +39,7 @@ def divergence(
     teacher_bias: Tensor | None = None,
     teacher_logit_scale: float = 1.0,
     teacher_softcap: float | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`Σ edge_weight · D(teacher, student)`, with gradients for the student, and each edge's own D.
 
@@ -52,6 +54,7 @@ def divergence(
         skew: of "skewed_kl", in [0, 1).
         temperature: divides both models' logits.
         student_bias, teacher_bias, …_logit_scale, …_softcap: what each head does to its product, as in `head.token_scores`.
+        shard: both heads and biases are this part of a vocabulary split over ranks; hidden states, and what is returned, are the same on every rank.
 
     Returns:
         The loss `[]`, and `[E]` divergences without gradient, in float32, or float64 where the student's products are float64.
@@ -87,6 +90,7 @@ def divergence(
         student_softcap,
         float(teacher_logit_scale),
         teacher_softcap,
+        shard_arguments(shard)[1],
         *wanted,
         gradient_dtype(student_weight),
     )

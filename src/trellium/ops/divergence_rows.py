@@ -10,22 +10,24 @@ from torch import Tensor
 from trellium.ops.head_gradients import BlockGradients, fake_gradients
 from trellium.ops.head_nll import give_gradients, save_gradients
 from trellium.ops.head_rows import RowBlock, row_blocks, row_plan
+from trellium.ops.head_sharding import reduce_sum, reduce_sums
 from trellium.ops.head_tiles import Head
 
 _NEVER = -1e30
 """The log-probability of a token out of the distribution: finite, so that differences and products of such are."""
 
 
-def _log_probabilities(block: RowBlock) -> Tensor:
+def _log_probabilities(block: RowBlock, group: str) -> Tensor:
     """Replace the block's logits by log-probabilities; the log-sum-exp `[rows, 1]` that was taken off."""
     statistics = block.statistics()
     block.project(statistics)
+    statistics.join_highest(group)
     highest = statistics.highest.unsqueeze(1)
     for z in block.tiles:
         if block.head.outer != 1.0:
             z.mul_(block.head.outer)
         statistics.total += torch.exp(z.sub_(highest), out=block.work("probability", *z.shape)).sum(dim=1)
-    log_total = statistics.total.log().unsqueeze(1)
+    log_total = reduce_sum(statistics.total, group).log().unsqueeze(1)
     for z in block.tiles:
         z.sub_(log_total).clamp_(min=_NEVER)
     return highest + log_total
@@ -50,10 +52,10 @@ def _terms(kind: str, number: float, log_s: Tensor, log_t: Tensor) -> tuple[Tens
     return number * (t * (log_t - log_m)).sum(dim=1) + w.sum(dim=1), w
 
 
-def _diverge(student: RowBlock, teacher: RowBlock, kind: str, number: float) -> Tensor:
+def _diverge(student: RowBlock, teacher: RowBlock, kind: str, number: float, group: str) -> Tensor:
     """Each edge's divergence `[rows]`; the student's tiles become the gradient of its products, without slope and edge weight."""
-    log_sum = _log_probabilities(student)
-    _log_probabilities(teacher)
+    log_sum = _log_probabilities(student, group)
+    _log_probabilities(teacher, group)
     value = log_sum.new_zeros(log_sum.shape[0])
     total_w = torch.zeros_like(value)
     for log_s, log_t in zip(student.tiles, teacher.tiles, strict=True):
@@ -61,6 +63,7 @@ def _diverge(student: RowBlock, teacher: RowBlock, kind: str, number: float) -> 
         value += share
         total_w += w.sum(dim=1)
         log_t.copy_(w)  # the teacher's own is not needed any more
+    value, total_w = reduce_sums([value, total_w], group)
     for log_s, w in zip(student.tiles, teacher.tiles, strict=True):
         bend = None
         if student.head.softcap is not None:  # the derivative of tanh, from the logit
@@ -87,6 +90,7 @@ def divergence(
     student_softcap: float | None,
     teacher_logit_scale: float,
     teacher_softcap: float | None,
+    group: str,
     wants_hidden: bool,
     wants_weight: bool,
     wants_bias: bool,
@@ -94,7 +98,7 @@ def divergence(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, each edge's divergence, and the gradients of the student's hidden, weight and bias for an incoming gradient of 1; empty where not wanted.
 
-    `number`: the beta or skew that `kind` has.
+    `number`: the beta or skew that `kind` has; `group`: as of a `VocabularyShard`.
     """
     student = Head(student_hidden, student_weight, student_bias, temperature, student_logit_scale, student_softcap)
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias, temperature, teacher_logit_scale, teacher_softcap)
@@ -102,13 +106,13 @@ def divergence(
     gradients = BlockGradients(student, (wants_hidden, wants_weight, wants_bias))
     edge_weight = edge_weight.to(student.statistics)
     values = torch.zeros_like(edge_weight)
-    plan = row_plan((student, teacher), wants_hidden=wants_hidden, lends=wants_weight)
+    plan = row_plan((student, teacher), wants_hidden=wants_hidden, lends=wants_weight, group=group)
     for rows, blocks in row_blocks((student, teacher), plan, gradients):
-        values[rows] = _diverge(blocks[0], blocks[1], kind, number)
+        values[rows] = _diverge(blocks[0], blocks[1], kind, number, group)
         scale = edge_weight[rows] * student.slope
         grad_rows = blocks[0].multiply(scale, torch.ones_like(scale), gradients)
         if gradients.hidden is not None and grad_rows is not None:
-            gradients.hidden[rows] = grad_rows
+            gradients.hidden[rows] = reduce_sum(grad_rows, group)
     loss = (values.masked_fill(edge_weight == 0, 0.0) * edge_weight).sum()
     return (loss, values, *gradients.pack(weight_dtype))
 
@@ -116,7 +120,7 @@ def divergence(
 @divergence.register_fake
 def _(  # type: ignore[no-untyped-def]
     student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, edge_weight, kind, number,
-    temperature, student_logit_scale, student_softcap, teacher_logit_scale, teacher_softcap,
+    temperature, student_logit_scale, student_softcap, teacher_logit_scale, teacher_softcap, group,
     wants_hidden, wants_weight, wants_bias, weight_dtype,
 ):  # fmt: skip
     edges = student_hidden.shape[0]

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trellium.ops import head_products
+
+
+def operands(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[7, 5]` and `[5, 9]`, laid out in memory as the head's operators meet them, or as nobody should."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(7, 5, generator=generator), torch.randn(5, 9, generator=generator)
+    return {
+        "rows": (left, right),
+        "columns": (left.t().contiguous().t(), right.t().contiguous().t()),
+        "cut": (torch.cat([left, left], 1)[:, 5:], torch.cat([right, right])[5:]),
+        "steps": (left.repeat_interleave(2, 1)[:, ::2], right.repeat_interleave(2, 1)[:, ::2]),
+        "one row many times": (left[:1].expand(7, 5), right),
+        "nothing": (left[:0], right),
+    }[layout]
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("layout", ["rows", "columns", "cut", "steps", "one row many times", "nothing"])
+def test_products_are_those_of_torch(layout, onednn):
+    left, right = operands(layout)
+    exact = left.double() @ right.double()
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        out = head_products.multiply(left, right, torch.empty(exact.shape))
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+        total = torch.ones(exact.shape)
+        head_products.add_product(total, left, right)
+        torch.testing.assert_close(total.double(), exact + 1, rtol=1e-5, atol=1e-6)
+        head_products.set_product(total, left, right)
+        torch.testing.assert_close(total, out)
+
+
+def test_operands_that_overlap_themselves_are_left_to_torch():
+    left, right = operands("one row many times")
+    assert not head_products._is_onednn(left, right)
+    assert not head_products._is_onednn(*(tensor.double() for tensor in operands("rows")))
+
+
+def test_low_precision_is_summed_in_float32():
+    left, right = (tensor.bfloat16() for tensor in operands("rows"))
+    place = torch.full((7, 9), torch.nan)
+    head_products.set_product(place, left, right)
+    torch.testing.assert_close(place, left.float() @ right.float())
