@@ -11,10 +11,7 @@ Takes about a minute.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -23,6 +20,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import measure
 import torch
 import torch.nn.functional as F
 
@@ -184,10 +182,7 @@ def show(rows: list[dict], step: dict) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What the emulated device costs beyond the CPU it runs on.")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the numbers go (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the repetitions; noisy")
-    arguments = parser.parse_args()
+    arguments = measure.options("What the emulated device costs beyond the CPU it runs on.", RESULTS)
     if not hasattr(torch, "neuron"):
         import trellium.neuron
 
@@ -199,17 +194,13 @@ def main() -> int:
     step = measure_training_step(steps=40 // scale)
     show(rows, step)
     result = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
+        **measure.environment(),
         "operator_tracking": _tracking(),
         "target": {"extra_us": TARGET_MICROSECONDS, "ratio": TARGET_RATIO},
         "operators": rows,
         "training_step": step,
     }
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {arguments.json}")
+    measure.write(result, arguments.json)
     return 0
 
 

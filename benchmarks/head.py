@@ -1,10 +1,9 @@
 """What scoring without logits costs: time beside the bare products it cannot do without, and memory.
 
-Forward and backward of the same loss, with gradients of the hidden states and of the head, by every way in turn, round by round in one process. Time
-is that of the processors this process kept busy, summed over its threads, so that what else the machine does counts little; the best of the rounds is
-taken, and the clock's seconds stand beside it. The floors are the three (or four) `torch.mm` of the problem and nothing else, in tiles of 1024 x 1024 that
-are overwritten, so that they too hold no logits. Memory is what the resident set grew by at its highest, less the head's gradient: the gradient of the
-hidden states is in it, and so is what the products' library packs; it is measured in a process of its own for each way.
+Forward and backward of the same loss, with gradients of the hidden states and of the head, by every way in turn (`measure`). The floors are the three
+(or four) products of the problem and nothing else, in tiles of 1024 x 1024 that are overwritten, so that they too hold no logits: as `torch.mm`, and as
+oneDNN's products, which the head uses on the host (`trellium.ops.head_products`). Memory is less the head's gradient: the gradient of the hidden states
+is in it, and so is what the products' library packs.
 
     python benchmarks/head.py [--quick] [--json benchmarks/results/head.json]
 
@@ -13,23 +12,16 @@ Takes about ten minutes on two cores.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait are not busy
-
+import measure
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trellium.ops import head_products
 from trellium.ops.head import token_scores, weighted_nll
 
 RESULTS = Path(__file__).parent / "results" / "head.json"
@@ -37,6 +29,13 @@ PROBLEMS = [(2048, 576, 49_152, "float32"), (256, 896, 151_936, "float32"), (64,
 MEMORY_PROBLEM = (8192, 896, 151_936, "float32")
 TRAINED = 0.3  # of the positions, where most are not
 TRL_CHUNK = 32_768
+TARGET = {
+    "weighted_nll_of_three": 1.1,
+    "token_scores_of_four": 1.1,
+    "trl_takes": 1.3,
+    "trl_takes_30_percent": 3.0,
+    "mib": 64,
+}
 Way = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -49,22 +48,34 @@ def problem(edges: int, width: int, vocabulary: int, dtype: str) -> tuple[Tensor
     return hidden.requires_grad_(), weight.requires_grad_(), target
 
 
-def products(count: int) -> Way:
-    """The bare products: logits once or twice, and the two gradients."""
+def multiply_by_torch(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    return torch.mm(left, right, out=out)
+
+
+def add_by_torch(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
+    accumulator.addmm_(left, right)
+
+
+def products(count: int, *, of_the_head: bool = False) -> Way:
+    """The bare products: logits once or twice, and the two gradients; as `torch.mm` of the operands' dtype, or as the head makes them, in float32."""
+    multiply = head_products.multiply if of_the_head else multiply_by_torch
+    add = head_products.add_product if of_the_head else add_by_torch
 
     def run(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        dtype = torch.float32 if of_the_head else hidden.dtype
+        hidden = hidden.detach().to(dtype)
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=dtype)
         buffer = hidden.new_empty(1024 * 1024)
         with torch.no_grad():
             for column in range(0, weight.shape[0], 1024):
-                head = weight[column : column + 1024]
+                head = weight[column : column + 1024].to(dtype)
                 for row in range(0, hidden.shape[0], 1024):
                     rows = hidden[row : row + 1024]
                     tile = buffer[: len(rows) * len(head)].view(len(rows), len(head))
                     for _ in range(count - 2):
-                        torch.mm(rows, head.t(), out=tile)
-                    grad_hidden[row : row + 1024].addmm_(tile, head)
-                    grad_weight[column : column + 1024].addmm_(tile.t(), rows)
+                        multiply(rows, head.t(), tile)
+                    add(grad_hidden[row : row + 1024], tile, head)
+                    add(grad_weight[column : column + 1024], tile.t(), rows)
 
     return run
 
@@ -87,6 +98,10 @@ def trl(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
 
 def supervised(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
     weighted_nll(hidden, weight, target, torch.ones(len(target)))[0].backward()
+
+
+def smoothed(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
+    weighted_nll(hidden, weight, target, torch.ones(len(target)), label_smoothing=0.1)[0].backward()
 
 
 def policy(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
@@ -114,7 +129,10 @@ def partly(way: Way) -> Way:
 WAYS: dict[str, Way] = {
     "three products": products(3),
     "four products": products(4),
+    "three products by oneDNN": products(3, of_the_head=True),
+    "four products by oneDNN": products(4, of_the_head=True),
     "weighted_nll": supervised,
+    "weighted_nll + smoothing": smoothed,
     "token_scores": policy,
     "token_scores + entropy": policy_with_entropy,
     "TRL 1.16 chunked": trl,
@@ -125,42 +143,31 @@ WAYS: dict[str, Way] = {
 }
 
 
-def measure_time(sizes: tuple[int, int, int, str], *, rounds: int) -> dict[str, tuple[float, float]]:
-    """Best seconds of each way: of its processors, and by the clock."""
+def measure_time(sizes: tuple[int, int, int, str], *, rounds: int) -> dict[str, measure.Seconds]:
+    """Best seconds of each way."""
     hidden, weight, target = problem(*sizes)
-    best = dict.fromkeys(WAYS, (float("inf"), float("inf")))
+
+    def once(way: Way) -> None:
+        hidden.grad = weight.grad = None
+        way(hidden, weight, target)
+
     for way in WAYS.values():  # what is loaded and set up once
         way(*problem(16, 64, 2048, sizes[3]))
-    for turn in range(rounds):
-        for name in WAYS if turn % 2 == 0 else reversed(WAYS):
-            hidden.grad = weight.grad = None
-            busy, begin = time.process_time(), time.perf_counter()
-            WAYS[name](hidden, weight, target)
-            taken = (time.process_time() - busy, time.perf_counter() - begin)
-            best[name] = (min(best[name][0], taken[0]), min(best[name][1], taken[1]))
-    return best
+    return measure.best_seconds({name: partial(once, way) for name, way in WAYS.items()}, rounds=rounds)
 
 
-def _resident(field: str) -> int:
-    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
-
-
-def print_memory(way: str, sizes: tuple[int, int, int, str]) -> None:
-    """In a process of its own: by how many bytes the resident set grew at its highest."""
-    WAYS[way](*problem(16, 64, 2048, sizes[3]))  # what is loaded and set up once
-    hidden, weight, target = problem(*sizes)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
-    WAYS[way](hidden, weight, target)
-    print(_resident("VmHWM") - before)
+def print_memory(name: str, sizes: tuple[int, int, int, str]) -> None:
+    """In a process of its own."""
+    way = WAYS[name]
+    way(*problem(16, 64, 2048, sizes[3]))
+    tensors = problem(*sizes)
+    print(measure.bytes_grown(lambda: way(*tensors)))
 
 
 def measure_memory(way: str, sizes: tuple[int, int, int, str]) -> float:
     """MiB above inputs and weights, and less the head's gradient."""
-    arguments = [sys.executable, __file__, "--memory-of", way, "--sizes", *map(str, sizes)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed tensors leave the resident set
-    grown = int(subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment).stdout)
-    return (grown - sizes[1] * sizes[2] * getattr(torch, sizes[3]).itemsize) / 2**20
+    of_gradient = sizes[1] * sizes[2] * getattr(torch, sizes[3]).itemsize
+    return (measure.bytes_grown_elsewhere(__file__, way, sizes) - of_gradient) / 2**20
 
 
 def rows_of(sizes: tuple[int, int, int, str], *, rounds: int, with_memory: bool) -> list[dict]:
@@ -171,6 +178,8 @@ def rows_of(sizes: tuple[int, int, int, str], *, rounds: int, with_memory: bool)
         row = {"way": name, "processor_seconds": round(busy, 3), "clock_seconds": round(seconds[name][1], 3)}
         row["of_three_products"] = round(busy / seconds["three products"][0], 3)
         row["of_four_products"] = round(busy / seconds["four products"][0], 3)
+        row["of_three_by_onednn"] = round(busy / seconds["three products by oneDNN"][0], 3)
+        row["of_four_by_onednn"] = round(busy / seconds["four products by oneDNN"][0], 3)
         row["trl_takes"] = round(seconds["TRL 1.16 chunked"][0] / busy, 2)
         if with_memory and "products" not in name and "%" not in name:
             row["mib_beside_weight_gradient"] = round(measure_memory(name, sizes), 1)
@@ -180,60 +189,33 @@ def rows_of(sizes: tuple[int, int, int, str], *, rounds: int, with_memory: bool)
 
 def show(sizes: tuple[int, int, int, str], rows: list[dict]) -> None:
     print(f"\nE {sizes[0]} x H {sizes[1]} x V {sizes[2]}, {sizes[3]}")
-    print(f"{'way':<28}{'busy s':>9}{'clock s':>9}{'of 3 mm':>9}{'of 4 mm':>9}{'TRL takes':>11}{'MiB':>9}")
+    columns = ("busy s", "clock s", "of 3 mm", "of 4 mm", "3 oneDNN", "4 oneDNN", "TRL takes", "MiB")
+    print(f"{'way':<28}" + "".join(f"{column:>10}" for column in columns))
     for row in rows:
+        way, *numbers = (value for name, value in row.items() if name != "mib_beside_weight_gradient")
         memory = row.get("mib_beside_weight_gradient", "")
-        print(
-            f"{row['way']:<28}{row['processor_seconds']:>9.3f}{row['clock_seconds']:>9.3f}{row['of_three_products']:>9.2f}{row['of_four_products']:>9.2f}"
-            f"{row['trl_takes']:>10.2f}x{memory:>9}"
-        )
+        print(f"{way:<28}" + "".join(f"{number:>10.2f}" for number in numbers) + f"{memory:>10}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="What scoring without logits costs.")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the numbers go (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="small problems, one round; noisy")
-    parser.add_argument("--memory-of", choices=list(WAYS), help=argparse.SUPPRESS)
-    parser.add_argument("--sizes", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = measure.options("What scoring without logits costs.", RESULTS, ways=WAYS)
     if arguments.memory_of:
         edges, width, vocabulary, dtype = arguments.sizes
         print_memory(arguments.memory_of, (int(edges), int(width), int(vocabulary), dtype))
         return 0
-    problems = [(256, 128, 8192, "float32")] if arguments.quick else PROBLEMS
-    result: dict = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "target": {
-            "weighted_nll_of_three": 1.1,
-            "token_scores_of_four": 1.1,
-            "trl_takes": 1.3,
-            "trl_takes_30_percent": 3.0,
-            "mib": 64,
-        },
-        "problems": [],
-    }
-    for sizes in problems:
-        low = sizes[3] != "float32"
-        rows = rows_of(sizes, rounds=1 if arguments.quick else 2, with_memory=not low)
+    result: dict = {**measure.environment(), "target": TARGET, "problems": []}
+    for sizes in [(256, 128, 8192, "float32")] if arguments.quick else PROBLEMS:
+        rows = rows_of(sizes, rounds=1 if arguments.quick else 2, with_memory=sizes[3] == "float32")
         show(sizes, rows)
         names = ("edges", "width", "vocabulary", "dtype")
         result["problems"].append({**dict(zip(names, sizes, strict=True)), "ways": rows})
-        write(result, arguments.json)
+        measure.write(result, arguments.json)
     if not arguments.quick:
         largest = {way: round(measure_memory(way, MEMORY_PROBLEM), 1) for way in ("weighted_nll", "token_scores")}
         print(f"\nMiB beside the weight's gradient at {MEMORY_PROBLEM}: {largest}")
         result["largest"] = {"sizes": MEMORY_PROBLEM, "mib_beside_weight_gradient": largest}
-        write(result, arguments.json)
+        measure.write(result, arguments.json)
     return 0
-
-
-def write(result: dict, path: Path) -> None:
-    """As far as it was measured."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {path}", flush=True)
 
 
 if __name__ == "__main__":
