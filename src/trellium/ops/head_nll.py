@@ -72,14 +72,6 @@ def _by_rows(
         if gradients.hidden is not None and grad_rows is not None:
             gradients.hidden[rows] = reduce_sum(grad_rows, loss.group)
         parts.append(_Found.of(statistics))
-    if not parts:
-        parts = [
-            _Found.of(
-                Statistics(
-                    head.hidden.new_empty(0, dtype=head.statistics), loss.target, lowest=head.lowest, **loss.wanted
-                )
-            )
-        ]
     columns = zip(*parts, strict=True)
     found = _Found(*(None if column[0] is None else torch.cat(column) for column in columns))
     return found, gradients.pack(weight_dtype)

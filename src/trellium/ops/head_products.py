@@ -1,10 +1,9 @@
 """How a head's matrices are multiplied.
 
-On a host, PyTorch makes float32 products with MKL, which uses half of the vector width of processors that are not Intel's, and packs the whole head again
-for every few rows. oneDNN, which PyTorch carries beside it, does neither: on a Zen 5, for 1024 tokens of the head and a width of 896, 2.2 times as fast
-with 1024 rows and 2.3 times with 85. So float32 products on the host are oneDNN's, by the operator that Inductor's code calls; it has no form that
-writes to a given place, which costs one more pass over a tile near the cache. Elsewhere, and where `torch.backends.mkldnn.enabled` is off, they are
-`torch.mm`'s.
+PyTorch makes float32 products of the host with MKL, which does not use all that processors of other makes than Intel's have, and packs the whole head
+again for every few rows. oneDNN, which PyTorch carries beside it, was 2.2 times as fast on a Zen 5, with 1,024 rows as with 85 (1,024 tokens, width 896).
+So float32 products on the host are oneDNN's, by the operator that Inductor's code calls. It has no form that writes to a given place, which costs one more
+pass over a tile near the cache. On other devices, emulated ones too, and where `torch.backends.mkldnn.enabled` is off, they are `torch.mm`'s.
 
 A product of low precision is summed and returned in float32 where PyTorch can do so, on CUDA; see `head_tiles` for what is done elsewhere.
 """

@@ -2,8 +2,8 @@
 
 As many edges as fit into `WORK_BYTES`, with one exception. Until the first block is done nothing has been added to the weight's gradient, and its memory
 holds the first block's logits: a tile's lie where the gradient of the tile's tokens will be, `[rows, tokens]` in the room of `[tokens, H]`, so up to `H`
-edges need no memory of their own. With 152,000 tokens of width 896 that is a block of 896 edges, of which the work buffers allow some 700, instead of
-blocks of 40 to 100. Each block reads the head twice and adds to all of its gradient, so few large blocks are what makes the products efficient.
+edges need no memory of their own. With 152,000 tokens of width 896 that is a block of 896 edges instead of blocks of 40 to 100. Each block reads the head
+twice and adds to all of its gradient, so few large blocks are what makes the products efficient.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ LENT_ROWS = 1024
 """The most edges whose logits lie in the weight's gradient: more are not more efficient, and their work buffers leave the cache."""
 
 FEWEST_ROWS = 16
+"""Edges of a block where not even these fit, as where the gradient of `hidden` takes all of `WORK_BYTES`."""
 
 PAYING_ROWS = 96
 """Edges a block above which three products cost less than four over large tiles, measured with 152,000 tokens of width 896."""
@@ -44,7 +45,7 @@ class RowPlan:
     def pays(self) -> bool:
         """Whether the blocks are large enough, on average, to cost less than making every logit a second time."""
         blocks = self.lent + self.own
-        return len(blocks) <= 1 or blocks[-1][1] >= PAYING_ROWS * len(blocks)
+        return len(blocks) == 1 or (len(blocks) > 1 and blocks[-1][1] >= PAYING_ROWS * len(blocks))
 
 
 def row_plan(heads: Sequence[Head], *, wants_hidden: bool, lends: bool, group: str = "") -> RowPlan:

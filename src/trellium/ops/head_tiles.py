@@ -24,7 +24,7 @@ from trellium.ops import head_products
 WORK_BYTES = 64 << 20
 """What one call may allocate besides the weight's gradient, where the gradient of `hidden` and the smallest tiles fit into it."""
 
-TILE_BYTES = 8 << 20
+TILE_BYTES = 4 << 20
 """The most that one tile of logits takes."""
 
 EDGE_TILE = 2048
