@@ -131,6 +131,16 @@ def test_the_first_block_s_logits_lie_in_the_weight_s_gradient(monkeypatch, dtyp
         assert (ours - theirs).norm() < max(4 * torch.finfo(dtype).eps, 1e-5) * theirs.norm()
 
 
+def test_a_head_that_lies_transposed_in_memory_is_trained_as_any_other(small_tiles):  # noqa: F811
+    hidden, weight, target, _, leaves = problem(9, 6, 200)
+    transposed = weight.detach().t().contiguous().t().requires_grad_()
+    loss = torch.compile(weighted_nll, backend="aot_eager", fullgraph=True)(hidden, transposed, target, torch.ones(9))[
+        0
+    ]
+    expected = torch.autograd.grad(weighted_nll(hidden, weight, target, torch.ones(9))[0], leaves)
+    torch.testing.assert_close(torch.autograd.grad(loss, (hidden, transposed)), expected)
+
+
 def test_duplicate_targets_and_a_token_out_of_the_distribution(small_tiles):  # noqa: F811
     hidden, weight, _, bias, leaves = problem(7, 4, 130, with_bias=True)
     with torch.no_grad():

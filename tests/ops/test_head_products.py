@@ -22,17 +22,24 @@ def operands(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize("layout", ["rows", "columns", "cut", "steps", "one row many times", "nothing"])
-def test_products_are_those_of_torch(layout, onednn):
+def test_products_are_those_of_torch(monkeypatch, layout, onednn):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
     left, right = operands(layout)
     exact = left.double() @ right.double()
-    with torch.backends.mkldnn.flags(enabled=onednn):
-        out = head_products.multiply(left, right, torch.empty(exact.shape))
-        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
-        total = torch.ones(exact.shape)
-        head_products.add_product(total, left, right)
-        torch.testing.assert_close(total.double(), exact + 1, rtol=1e-5, atol=1e-6)
-        head_products.set_product(total, left, right)
-        torch.testing.assert_close(total, out)
+    out = head_products.multiply(left, right, torch.empty(exact.shape))
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+    total = torch.ones(exact.shape)
+    head_products.add_product(total, left, right)
+    torch.testing.assert_close(total.double(), exact + 1, rtol=1e-5, atol=1e-6)
+    head_products.set_product(total, left, right)
+    torch.testing.assert_close(total, out)
+
+
+def test_whoever_turns_onednn_off_gets_torch_s_products(monkeypatch):
+    left, right = operands("rows")
+    assert head_products._is_onednn(left, right) == torch.backends.mkldnn.is_available()
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not head_products._is_onednn(left, right)
 
 
 def test_operands_that_overlap_themselves_are_left_to_torch():

@@ -181,7 +181,7 @@ class BlockGradients:
     def __init__(self, head: Head, wanted: Wanted) -> None:
         self._head = head
         self.hidden = torch.zeros_like(head.hidden) if wanted[0] else None
-        self.weight = head.weight.new_empty(head.weight.shape, dtype=head.statistics) if wanted[1] else None
+        self.weight = torch.empty_like(head.weight, dtype=head.statistics) if wanted[1] else None
         self.bias = None
         if wanted[2] and head.bias is not None:
             self.bias = torch.zeros_like(head.bias, dtype=head.statistics)

@@ -69,6 +69,7 @@ def row_plan(heads: Sequence[Head], *, wants_hidden: bool, lends: bool, group: s
         return max(FEWEST_ROWS, room // (rooms * (largest + width) + _WORK_BUFFERS * columns + 3 * width))
 
     own = fitting(len(heads))
+    lends = lends and first.weight.is_contiguous()
     lent = min(first.hidden.shape[1], LENT_ROWS, fitting(len(heads) - 1)) if lends else 0
     tokens = even_split(vocabulary, columns, head_tiles.ALIGNMENT)
     if edges == 0:
