@@ -163,7 +163,6 @@ def test_the_names_read_from_sources_are_those_of_the_parser():
 
 
 def test_an_option_of_trl_may_ask_for_what_happens_anyway():
-    SFTConfig(output_dir="x", use_cpu=True, activation_offloading=False, chat_template_path=None)
-    for options in ({"activation_offloading": True}, {"chat_template_path": "x.jinja"}):
-        with pytest.raises(ConfigError, match="not supported yet"):
-            SFTConfig(output_dir="x", use_cpu=True, **options)
+    SFTConfig(output_dir="x", use_cpu=True, activation_offloading=False)
+    with pytest.raises(ConfigError, match="not supported yet"):
+        SFTConfig(output_dir="x", use_cpu=True, activation_offloading=True)

@@ -137,3 +137,25 @@ def test_router_losses_are_those_of_padded_rows(tmp_path):
 def test_layouts_that_cannot_be_are_refused(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, **options)
+
+
+def test_smoothed_labels_train_as_transformers_smooths_them(tmp_path):
+    options = {
+        "label_smoothing_factor": 0.2,
+        "max_steps": 1,
+        "eval_strategy": "no",
+        "train_sampling_strategy": "sequential",
+    }
+    trainer, found, _ = run(tmp_path, **options)
+    torch.manual_seed(0)
+    model = tiny_model(vocab_size=VOCABULARY)
+    total, count = 0.0, 0
+    for row in related_rows().select(range(4)):
+        logprobs = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].log_softmax(-1)
+        for place, label in enumerate(row["labels"][1:]):
+            if label != -100:
+                total += -0.8 * logprobs[place, label].item() - 0.2 * logprobs[place].mean().item()
+                count += 1
+    assert found[0] == pytest.approx(total / count, rel=1e-5)
+    held_out = trainer.evaluate(related_rows().select(range(4)))
+    assert held_out["eval_loss"] < found[0]  # the same rows, a step later, by the same loss

@@ -78,7 +78,7 @@ def install_scores(model: nn.Module) -> nn.Module:
 
     The scoring call takes the tensors of a `ForestBatch`, `score_outputs` (of `trellium.ops.head.OUTPUTS`), `temperature`, and `fused_loss` ("nll" or
     "dft"), with which it also returns `loss_sum` over `edge_weight`, its gradients already made (`trellium.ops.head.weighted_nll`): a product less than
-    a loss of the scores, which are then without gradients. All by keyword. Rows must be single chains padded on the right, unless
+    a loss of the scores, which are then without gradients; `label_smoothing` goes with it. All by keyword. Rows must be single chains padded on the right, unless
     `trellium.models.attention.let_read_forests` found that the model reads trees. It returns a `ScoreOutput`.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -109,6 +109,7 @@ def _score(
     score_outputs: Sequence[str] = ("logprob",),
     temperature: float = 1.0,
     fused_loss: str | None = None,
+    label_smoothing: float | None = None,
     edge_weight: Tensor | None = None,
     real_tokens: Tensor | None = None,
     sequence_tokens: Tensor | None = None,
@@ -160,7 +161,8 @@ def _score(
     elif edge_weight is None:
         raise TypeError(f"a scoring call with fused_loss={fused_loss!r} needs edge_weight")
     else:
-        loss_sum, scores = weighted_nll(edges, head.weight, edge_target, edge_weight, **options, mode=fused_loss)
+        options |= {"mode": fused_loss, "label_smoothing": label_smoothing or 0.0}
+        loss_sum, scores = weighted_nll(edges, head.weight, edge_target, edge_weight, **options)
     aux_loss = _load_balancing_loss(model, base, outputs.router_logits, input_ids, real_tokens) if routers else None
     found = {name: getattr(scores, name) for name in score_outputs}
     return ScoreOutput(**found, loss_sum=loss_sum, aux_loss=aux_loss)

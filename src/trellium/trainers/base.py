@@ -54,6 +54,7 @@ from trellium.trainers.starting_point import (
     model_of,
     name_of,
     pad_token_id,
+    set_chat_template,
     set_special_tokens,
     token_limits,
     tokenizer_of,
@@ -118,6 +119,7 @@ class BaseTrainer(MeteredTrainer):
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
         set_special_tokens(processing_class, args)
+        set_chat_template(processing_class, args)
         self._check_iterable(train_dataset, args)
         self.processing_class = processing_class
         self.args = args
@@ -309,8 +311,9 @@ class BaseTrainer(MeteredTrainer):
     def score(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """The scores of a batch that the method needs; here a `ScoreOutput` of its edges."""
         fields = forest_fields(inputs)
-        fused = self.fused_loss if torch.is_grad_enabled() else None
-        return model(**fields, score_outputs=self.score_outputs, fused_loss=fused)
+        smoothing = self.args.label_smoothing_factor or None
+        fused = self.fused_loss if torch.is_grad_enabled() or smoothing else None
+        return model(**fields, score_outputs=self.score_outputs, fused_loss=fused, label_smoothing=smoothing)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

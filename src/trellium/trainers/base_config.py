@@ -41,18 +41,18 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
     where the hardware computes in it, `logging_nan_inf_filter` False (a loss that is not finite is logged as it is, and no micro-batch waits for
     the host to look at it).
 
-    Of TRL's fields these come later and are refused until then: `activation_offloading`, `chat_template_path`. `use_liger_kernel` and `label_smoothing_factor` of `TrainingArguments` are refused as well.
+    Of TRL's fields `activation_offloading` comes later and is refused until then. `use_liger_kernel` of `TrainingArguments` is refused as well, and
+    `label_smoothing_factor` where the loss is not of tokens.
     """
 
     not_yet: ClassVar[dict[str, NotYet]] = {
         "activation_offloading": NotYet(
             False, "gradient_checkpointing saves most of the memory it would: leave it unset."
         ),
-        "chat_template_path": NotYet(
-            None, "Set the tokenizer's chat_template and give the tokenizer as processing_class."
-        ),
     }
     """Refused options of this config, by name."""
+    smooths_labels: ClassVar[bool] = False
+    """Whether `label_smoothing_factor` means something to the loss."""
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
@@ -98,6 +98,12 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         default=1024, metadata={"help": "Cut longer rows to so many tokens; null (in a YAML file) leaves them whole."}
     )
     dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenize the dataset."})
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "A .jinja file, or a model whose chat template to take, for conversations. Unset: the model's own."
+        },
+    )
     eos_token: str | None = field(
         default=None, metadata={"help": "The token that ends a text. Unset: the tokenizer's."}
     )
@@ -298,10 +304,9 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
             raise ConfigError(
                 "use_liger_kernel=True: logits are never made here, so there is nothing for it to fuse. Leave it unset."
             )
-        if self.label_smoothing_factor != 0:
+        if self.label_smoothing_factor != 0 and not self.smooths_labels:
             raise ConfigError(
-                f"label_smoothing_factor={self.label_smoothing_factor} is not supported yet: it needs every token's mean log-probability "
-                "over the vocabulary. Leave it at 0."
+                f"label_smoothing_factor={self.label_smoothing_factor}, but the loss is not of tokens, so there is nothing to smooth. Leave it at 0."
             )
         if (problem := unknown_shapes(self.shapes)) is not None:
             raise ConfigError(problem)

@@ -19,6 +19,8 @@ PACKING_STRATEGIES = get_args(Strategy)
 class SFTConfig(BaseConfig):
     """What `SFTTrainer` can be told. `BaseConfig` says which of TRL's options come later."""
 
+    smooths_labels: ClassVar[bool] = True
+
     learning_rate: float = field(default=2e-5, metadata={"help": "The first learning rate of AdamW."})
     dataset_text_field: str = field(
         default="text", metadata={"help": "The column of a language-modelling dataset that holds the text."}
@@ -71,6 +73,12 @@ class SFTConfig(BaseConfig):
         if self.truncation_mode not in TRUNCATION_MODES:
             raise ConfigError(
                 f"truncation_mode must be one of {', '.join(TRUNCATION_MODES)}, got {self.truncation_mode!r}"
+            )
+        if not 0 <= self.label_smoothing_factor < 1:
+            raise ConfigError(f"label_smoothing_factor must lie in [0, 1), got {self.label_smoothing_factor!r}")
+        if self.label_smoothing_factor and self.loss_type == "dft":
+            raise ConfigError(
+                "label_smoothing_factor is of loss_type nll only; dft weighs tokens by their probability."
             )
         if self.packing_strategy not in PACKING_STRATEGIES:
             raise ConfigError(

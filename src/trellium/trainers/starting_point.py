@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -65,6 +66,33 @@ def set_special_tokens(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> 
                 f"{field}={token!r} is not in the tokenizer's vocabulary. Name one of its tokens, or leave it unset."
             )
         setattr(tokenizer, field, token)
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> None:
+    """Give a tokenizer the chat template that `chat_template_path` names: a .jinja or .j2 file, or another model's.
+
+    Raises:
+        ConfigError: no such file; no template there; one that writes special tokens which the tokenizer does not have, so the model has no embeddings of them.
+    """
+    path = args.chat_template_path
+    if path is None:
+        return
+    if path.endswith((".jinja", ".j2")):
+        if not os.path.isfile(path):
+            raise ConfigError(f"chat_template_path: there is no file {path}")
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        return
+    other = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
+    if not other.chat_template:
+        raise ConfigError(f"chat_template_path: the tokenizer of {path} has no chat template")
+    vocabulary = tokenizer.get_vocab()
+    written = {str(token) for token in other.added_tokens_decoder.values() if str(token) in str(other.chat_template)}
+    if missing := sorted(written - set(vocabulary)):
+        raise ConfigError(
+            f"chat_template_path: the template of {path} writes {', '.join(missing)}, which this tokenizer does not have. Add them to the tokenizer and the "
+            "model (add_special_tokens, resize_token_embeddings) and give both, or take a template that the model knows."
+        )
+    tokenizer.chat_template = other.chat_template
 
 
 def token_limits(model: nn.Module, args: BaseConfig) -> TokenLimits:
