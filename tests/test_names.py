@@ -22,6 +22,8 @@ def test_a_name_of_trl_that_is_not_here_says_what_to_use():
         from trellium import GRPOTrainer  # noqa: F401
     with pytest.raises(ImportError, match="Quantized base models are not supported yet"):
         from trellium import get_quantization_config  # noqa: F401
+    with pytest.raises(ImportError, match="set sync_ref_model=True in DPOConfig or KTOConfig"):
+        from trellium import SyncRefModelCallback  # noqa: F401
 
 
 def test_a_name_of_nobody_s_is_an_attribute_error():
@@ -42,6 +44,13 @@ def test_no_public_name_of_trl_is_unknown():
 
     names = {name for names in trl._import_structure.values() for name in names}
     assert names - set(trellium.__all__) - set(trellium._NOT_YET) == set()
+
+
+def test_a_script_of_a_reward_model_asks_for_the_adapter_of_one():
+    model = trellium.ModelConfig(use_peft=True, lora_task_type="SEQ_CLS")
+    assert trellium.get_peft_config(model).task_type == "SEQ_CLS"
+    with pytest.raises(ConfigError, match="lora_task_type must be one of CAUSAL_LM, SEQ_CLS"):
+        trellium.ModelConfig(lora_task_type="TOKEN_CLS")
 
 
 def script_of_trl(arguments):
@@ -76,9 +85,7 @@ def test_what_a_script_cannot_be_told_is_an_error_unless_it_wants_the_rest(tmp_p
     assert model.lora_r == 16
 
 
-@pytest.mark.parametrize(
-    "options", [{"load_in_4bit": True}, {"bnb_4bit_quant_type": "fp4"}, {"lora_task_type": "SEQ_CLS"}]
-)
+@pytest.mark.parametrize("options", [{"load_in_4bit": True}, {"bnb_4bit_quant_type": "fp4"}])
 def test_a_model_option_of_trl_that_is_not_here_is_refused_by_name(options):
     with pytest.raises(ConfigError, match=f"{next(iter(options))}=.* is not supported yet"):
         trellium.ModelConfig(**options)

@@ -14,16 +14,21 @@ __version__ = "0.1.0"
 _HOMES = {
     "DPOConfig": "trellium.trainers.dpo_config",
     "DPOTrainer": "trellium.trainers.dpo",
+    "DatasetMixtureConfig": "trellium.trainers.dataset_mixture",
     "KTOConfig": "trellium.trainers.kto_config",
     "KTOTrainer": "trellium.trainers.kto",
+    "LogCompletionsCallback": "trellium.trainers.callbacks",
     "ModelConfig": "trellium.trainers.script_options",
     "RewardConfig": "trellium.trainers.reward_config",
     "RewardTrainer": "trellium.trainers.reward",
+    "RichProgressCallback": "trellium.trainers.callbacks",
     "SFTConfig": "trellium.trainers.sft_config",
     "SFTTrainer": "trellium.trainers.sft",
     "ScriptArguments": "trellium.trainers.script_options",
     "TrlParser": "trellium.trainers.script_parser",
+    "get_dataset": "trellium.trainers.dataset_mixture",
     "get_peft_config": "trellium.trainers.script_options",
+    "pack_dataset": "trellium.trainers.dataset_packing",
     **dict.fromkeys(
         (
             "apply_chat_template",
@@ -56,6 +61,9 @@ if TYPE_CHECKING:
         supports_tool_calling,
         unpair_preference_dataset,
     )
+    from trellium.trainers.callbacks import LogCompletionsCallback, RichProgressCallback
+    from trellium.trainers.dataset_mixture import DatasetMixtureConfig, get_dataset
+    from trellium.trainers.dataset_packing import pack_dataset
     from trellium.trainers.dpo import DPOTrainer
     from trellium.trainers.dpo_config import DPOConfig
     from trellium.trainers.kto import KTOTrainer
@@ -70,11 +78,14 @@ if TYPE_CHECKING:
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
+    "DatasetMixtureConfig",
     "KTOConfig",
     "KTOTrainer",
+    "LogCompletionsCallback",
     "ModelConfig",
     "RewardConfig",
     "RewardTrainer",
+    "RichProgressCallback",
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",
@@ -82,6 +93,7 @@ __all__ = [
     "__version__",
     "apply_chat_template",
     "extract_prompt",
+    "get_dataset",
     "get_peft_config",
     "is_conversational",
     "is_conversational_from_value",
@@ -89,6 +101,7 @@ __all__ = [
     "maybe_convert_to_chatml",
     "maybe_extract_prompt",
     "maybe_unpair_preference_dataset",
+    "pack_dataset",
     "prepare_multimodal_messages",
     "supports_tool_calling",
     "unpair_preference_dataset",
@@ -96,23 +109,17 @@ __all__ = [
 
 _METHODS = ("Distillation", "GRPO", "RLOO")
 _FROM_TRL = "It is not here yet: take it from trl meanwhile."
-_BY_THE_TRAINER = "The trainers do it themselves: give them the rows as they are."
 _NOT_YET = {
     **{f"{method}{kind}": _FROM_TRL for method in _METHODS for kind in ("Config", "Trainer")},
     "BEMACallback": _FROM_TRL,
-    "DatasetMixtureConfig": "trellium.data.mixtures.mix_datasets mixes datasets by their shares.",
-    "LogCompletionsCallback": _FROM_TRL,
-    "RichProgressCallback": _FROM_TRL,
-    "SyncRefModelCallback": _FROM_TRL,
+    "SyncRefModelCallback": "The trainers do it themselves: set sync_ref_model=True in DPOConfig or KTOConfig.",
     "WeaveCallback": _FROM_TRL,
     "add_response_schema": _FROM_TRL,
     "clone_chat_template": "Set the tokenizer's chat_template and give it as processing_class.",
-    "create_reference_model": _FROM_TRL,
-    "get_dataset": "trellium.data.files.load_dataset_from reads files, folders and Hub datasets by name.",
+    "create_reference_model": "Leave ref_model out: the reference is the model as it is when the trainer is made.",
     "get_quantization_config": "Quantized base models are not supported yet: leave the call out.",
     "get_training_chat_template": "What the assistant wrote is found in any chat template: set assistant_only_loss.",
     "init_zero_verbose": _FROM_TRL,
-    "pack_dataset": "Rows are padded, not packed, yet: leave the call out.",
 }
 """Public names of TRL 1.16 that are not here, and what to do."""
 

@@ -99,7 +99,7 @@ def test_words_of_a_config_file_stay_words_where_a_word_is_wanted(tmp_path, word
     file.write_text(
         f"report_to: none\nsave_strategy: no\nmodel_revision: {word}\nuse_cpu: true\noutput_dir: {tmp_path}\n"
     )
-    _, model, config = option_parser(SFTConfig, METHOD.defaults).parse_options(
+    *_, model, config = option_parser(SFTConfig, METHOD.defaults).parse_options(
         *read_config_file(["--config", str(file)])
     )
     assert model.model_revision == word
@@ -112,7 +112,7 @@ def test_words_of_a_config_file_stay_words_where_a_word_is_wanted(tmp_path, word
 def test_words_of_a_config_file_are_booleans_where_one_is_wanted(tmp_path, word, means):
     file = tmp_path / "c.yaml"
     file.write_text(f"use_cpu: true\noutput_dir: {tmp_path}\nuse_peft: {word}\n")
-    _, model, _ = option_parser(SFTConfig, METHOD.defaults).parse_options(*read_config_file(["--config", str(file)]))
+    *_, model, _ = option_parser(SFTConfig, METHOD.defaults).parse_options(*read_config_file(["--config", str(file)]))
     assert model.use_peft is means
 
 

@@ -86,7 +86,7 @@ def test_resuming_from_the_last_checkpoint_goes_on(here, saved_model):
 def test_help_teaches_and_lists_ours_first(capsys):
     assert main(["sft", "--help"]) == 0
     text = capsys.readouterr().out
-    assert text.index("examples:") < text.index("the run:") < text.index("the method:")
+    assert text.index("examples:") < text.index("the method:") < text.index("the run:")
     assert "--completion_only_loss" in text
     assert "--deepspeed" not in text
     assert main(["sft", "--help-all"]) == 0

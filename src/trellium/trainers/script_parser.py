@@ -5,6 +5,8 @@ The keys of the file become flags that stand before the command line's, so one p
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import sys
 import types
@@ -35,7 +37,7 @@ class TrlParser(HfArgumentParser):
         super().__init__(types_, **{"allow_abbrev": False, **kwargs})
         for action in self._actions:
             if action.nargs == "+" and is_dataclass(action.type):
-                action.type = action.type.of  # type: ignore[union-attr]
+                action.type = functools.partial(_read_item, action.type)
 
     def error(self, message: str) -> Any:
         raise ConfigError(message)
@@ -127,6 +129,14 @@ class TrlParser(HfArgumentParser):
             raise ConfigError(f"{where}{unknown_name('there is no option', name, known)} --help lists them.")
         if not_yet[name].asks_for_more(yaml_value(value) if isinstance(value, str) else value):
             raise ConfigError(f"{where}{name}: {value} is not supported. {not_yet[name].instead}")
+
+
+def _read_item(item_class: Any, text: str) -> Any:
+    """An item of a list of dataclasses, with what is wrong with it as argparse lets it through."""
+    try:
+        return item_class.of(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _as_flag_values(value: Any) -> list[str]:
