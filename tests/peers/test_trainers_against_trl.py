@@ -7,6 +7,7 @@ of a text for padding where they are one (`test_public_failures` shows that here
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 import trellium
 from tests.tiny_tokenizer import CHATML_MARKED, tiny_tokenizer
 from tests.trainers.preference_runs import model_for, preference_rows, sentence, unpaired_rows
+from trellium.errors import ConfigError
 from trellium.ops.preference_options import LOSS_TRAITS
 
 pytestmark = pytest.mark.peers
@@ -25,7 +27,6 @@ trl = pytest.importorskip("trl", reason="install the bench extra")
 STEPS = 20
 ROWS = 42  # the last batch of an epoch has two
 NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward"}
-CLOCK = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss"}
 
 
 def tokenizer() -> PreTrainedTokenizerBase:
@@ -34,7 +35,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return made
 
 
-def trainer(library: Any, method: str, folder: Any, dataset: Dataset, **options: Any) -> Any:
+def trainer(library: Any, method: str, folder: Path, dataset: Dataset, **options: Any) -> Any:
     """One of ours or of TRL's; a reference for TRL's is made as the model is, since it would load one by the name of a model made in memory."""
     name = NAMES[method]
     given = {key: options.pop(key) for key in ("model", "peft_config", "ref_model", "eval_dataset") if key in options}
@@ -69,7 +70,7 @@ def curve(trainer: Any) -> list[dict[str, float]]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def both(method: str, folder: Any, dataset: Dataset, **options: Any) -> list[list[dict[str, float]]]:
+def both(method: str, folder: Path, dataset: Dataset, **options: Any) -> list[list[dict[str, float]]]:
     """The curves of ours and of TRL's; an option that is a function makes the value anew for each."""
     return [
         curve(
@@ -229,3 +230,141 @@ REWARD = {
 def test_reward_modelling_is_trls(tmp_path, case):
     margin, options = REWARD[case]
     assert_equal_curves(*both("reward", tmp_path, preference_rows(ROWS, margin=margin), **options))
+
+
+# ---- what differs on purpose
+
+
+def losses(entries: list[dict[str, float]], name: str = "loss") -> list[float]:
+    return [entry[name] for entry in entries]
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+def test_accumulated_batches_of_unequal_size_count_by_their_rows_and_not_each_alike(tmp_path, method):
+    """Six rows as a batch of four and one of two: TRL means each and then the two means, so the rows of the smaller weigh double."""
+    rows = unpaired_rows(6, seed=2) if method == "kto" else preference_rows(6, seed=2)
+    options = {"max_steps": 4, "train_sampling_strategy": "sequential"}
+    options |= {"loss_type": "apo_zero_unpaired"} if method == "kto" else {}
+    whole = both(method, tmp_path / "whole", rows, per_device_train_batch_size=6, **options)
+    assert_equal_curves(*whole, () if method != "kto" else ("kl",))
+    ours, theirs = both(method, tmp_path / "parts", rows, gradient_accumulation_steps=2, **options)
+    assert losses(ours) == pytest.approx(losses(whole[0]), rel=1e-4)
+    assert losses(theirs) != pytest.approx(losses(whole[1]), rel=1e-3)
+
+
+def test_accumulated_tokens_count_alike_in_supervised_fine_tuning_as_with_trl(tmp_path):
+    ours, theirs = both("sft", tmp_path, text_rows(), gradient_accumulation_steps=3)
+    for name in ("loss", "grad_norm", "num_tokens"):
+        assert losses(ours, name) == pytest.approx(losses(theirs, name), rel=1e-4)
+
+
+def test_metrics_of_accumulated_batches_are_means_over_tokens_and_not_over_batches(tmp_path):
+    """So that they do not depend on how a step's rows are divided; TRL means the means of its micro-batches."""
+    parts = both("sft", tmp_path / "parts", text_rows(), gradient_accumulation_steps=2, max_steps=5)
+    whole = both("sft", tmp_path / "whole", text_rows(), per_device_train_batch_size=8, max_steps=5)
+    assert losses(whole[0], "entropy") == pytest.approx(losses(whole[1], "entropy"), rel=1e-4)
+    assert losses(parts[0], "entropy") == pytest.approx(losses(whole[0], "entropy"), rel=1e-5)
+    assert losses(parts[1], "entropy") != pytest.approx(losses(whole[1], "entropy"), rel=1e-5)
+
+
+def test_a_held_out_loss_is_the_mean_over_the_set_whatever_the_size_of_its_batches(tmp_path):
+    """TRL weighs the means of its batches by their rows, so that its held-out loss changes with the size of a batch of ragged rows."""
+    found: dict[str, list[float]] = {}
+    for library in (trellium, trl):
+        for size in (2, 3):
+            run = trainer(
+                library,
+                "sft",
+                tmp_path,
+                text_rows(4),
+                eval_dataset=text_rows(10),
+                per_device_eval_batch_size=size,
+            )
+            found.setdefault(library.__name__, []).append(run.evaluate()["eval_loss"])
+    assert found["trellium"][0] == pytest.approx(found["trellium"][1], rel=1e-6)
+    assert found["trl"][0] != pytest.approx(found["trl"][1], rel=1e-4)
+
+
+def test_keep_end_cuts_the_prompt_of_a_pair_once_for_both_completions(tmp_path):
+    """TRL cuts the two apart, so the shorter completion answers more of the prompt than the longer, and the two are no longer compared on one prompt."""
+    same = {"truncation_mode": "keep_end"}
+    assert_equal_curves(*both("dpo", tmp_path / "whole", preference_rows(ROWS), max_length=60, **same))
+    of_one_length = preference_rows(ROWS).map(lambda row: {"rejected": " " + " ".join(reversed(row["chosen"].split()))})
+    assert_equal_curves(*both("dpo", tmp_path / "alike", of_one_length, max_length=24, max_steps=5, **same))
+    ours, theirs = both("dpo", tmp_path / "cut", preference_rows(ROWS), max_length=24, max_steps=5, **same)
+    assert losses(ours, "logps/chosen") != pytest.approx(losses(theirs, "logps/chosen"), rel=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"per_device_train_batch_size": 1}, {"train_sampling_strategy": "random"}])
+def test_kto_trains_batches_of_one_and_rows_in_any_order_which_trl_refuses(tmp_path, options):
+    """TRL pairs a prompt with the completion of another row before the run, batch by batch; here that is done in the batch, or is prepared for a lone row."""
+    with pytest.raises(ValueError):
+        trainer(trl, "kto", tmp_path, unpaired_rows(ROWS), **options)
+    entries = curve(trainer(trellium, "kto", tmp_path, unpaired_rows(ROWS), **options))
+    assert len(entries) == STEPS
+    assert max(losses(entries, "kl")) > 0
+    assert all(torch.isfinite(torch.tensor(losses(entries))))
+
+
+def test_a_mismatched_completion_that_was_cut_is_the_cut_one(tmp_path):
+    """The divergence is estimated from the completions that are trained, as they are trained. TRL cuts the other row's completion anew for each prompt, so that
+    a prompt shorter than its own gets more of it than is trained."""
+    ours, theirs = both("kto", tmp_path, unpaired_rows(ROWS), max_length=16)
+    assert losses(ours, "kl") != pytest.approx(losses(theirs, "kl"), rel=1e-3)
+    for name in ("rewards/chosen", "logps/rejected"):  # of own completions, before the curves part
+        assert ours[1][name] == pytest.approx(theirs[1][name], rel=1e-3)
+
+
+def test_the_reference_is_the_model_that_is_given_and_not_what_its_path_holds(tmp_path):
+    """A model may be changed after it was loaded: an adapter merged, an embedding resized. TRL loads the path again and compares with what it was before."""
+    from transformers import AutoModelForCausalLM
+
+    model_for("dpo").save_pretrained(tmp_path / "model")
+    first = {}
+    for library in (trellium, trl):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        given = {} if library is trellium else {"ref_model": None}
+        run = trainer(
+            library, "dpo", tmp_path / library.__name__, preference_rows(8), model=model, max_steps=1, **given
+        )
+        first[library.__name__] = curve(run)[0]
+    assert first["trellium"]["rewards/chosen"] == 0.0
+    assert first["trellium"]["loss"] == pytest.approx(0.693147, rel=1e-5)
+    assert abs(first["trl"]["rewards/chosen"]) > 0.01
+
+
+def test_rows_are_packed_over_the_whole_set_and_not_within_each_thousand(tmp_path):
+    """`best fit decreasing` wastes the less the more it chooses from; TRL's begins anew with each thousand rows."""
+    draw = random.Random(0)
+    rows = Dataset.from_list([{"input_ids": [20] * draw.randint(3, 60)} for _ in range(2100)])
+    ours, theirs = (
+        trainer(library, "sft", tmp_path, rows, packing=True, max_length=64).train_dataset
+        for library in (trellium, trl)
+    )
+    tokens = sum(map(len, rows["input_ids"]))
+    assert sum(map(len, ours["input_ids"])) == sum(map(len, theirs["input_ids"])) == tokens
+    assert len(ours) < len(theirs)
+
+
+def test_a_document_does_not_train_the_first_token_of_the_next_one_behind_it(tmp_path):
+    """Wrapped documents see each other, as with TRL, but nothing in one foretells how another begins; TRL trains that token all the same."""
+    options = {"packing": True, "packing_strategy": "wrapped", "max_length": 64, "max_steps": 3}
+    plain = both("sft", tmp_path / "plain", rows_of_distinct_lengths(), **options)
+    told = both("sft", tmp_path / "told", with_untrained_beginnings(rows_of_distinct_lengths()), **options)
+    assert losses(plain[0]) == losses(told[0])
+    assert losses(told[1]) == pytest.approx(losses(told[0]), rel=1e-4)
+    assert losses(plain[1]) != pytest.approx(losses(told[1]), rel=1e-3)
+
+
+def test_label_smoothing_that_a_loss_does_not_take_is_refused_and_not_passed_by(tmp_path):
+    options = {"label_smoothing": 0.2, "max_steps": 1}
+    smoothed, plain = (
+        losses(curve(trainer(trl, "dpo", tmp_path, preference_rows(8), **{**options, **more})))
+        for more in ({}, {"label_smoothing": 0.0})
+    )
+    assert smoothed == plain
+    with pytest.raises(ConfigError, match="would do nothing"):
+        trainer(trellium, "dpo", tmp_path, preference_rows(8), **options)
