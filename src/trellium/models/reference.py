@@ -35,6 +35,14 @@ class ReferencePolicy:
             self._kept = [(parameter, parameter.detach().clone()) for parameter in trained]
         self._model = model
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """What `mix_in` moves, by name: all of a given model, else what is trained of the model."""
+        if self._given is not None:
+            return {name: parameter.data for name, parameter in self._given.named_parameters()}
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        return {names[parameter]: kept for parameter, kept in self._kept}
+
     @torch.no_grad()
     def logprob(self, model: nn.Module, fields: Mapping[str, Any]) -> Tensor:
         """`[E]`, the log-probability of each edge of a batch.

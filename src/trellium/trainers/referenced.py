@@ -1,11 +1,12 @@
 """Trainers that compare the policy with a reference: where its scores come from, and when it moves.
 
 The reference is the model at the moment training starts, or one that is given; it scores each batch before the policy does, or the whole dataset before
-the run (`precompute_ref_log_probs`), which is cached under a hash of its weights and the rows.
+the run (`precompute_ref_log_probs`), which is cached under a hash of its weights and the rows. One that moves (`sync_ref_model`) is saved with each checkpoint.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,11 @@ from trellium.trainers.arguments import forest_fields
 from trellium.trainers.base import BaseTrainer
 from trellium.trainers.reference_config import ReferenceConfig
 from trellium.trainers.starting_point import model_of
+
+logger = logging.getLogger(__name__)
+
+_MOVED = "reference.pt"
+"""Where a checkpoint keeps a reference that moves."""
 
 
 class ReferencedTrainer(BaseTrainer):
@@ -121,6 +127,27 @@ class ReferencedTrainer(BaseTrainer):
         scores = super().score(model, inputs)
         scores.reference_logprob = reference
         return scores
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.sync_ref_model and self.args.should_save:
+            assert self.reference is not None
+            torch.save(self.reference.weights, os.path.join(output_dir, _MOVED))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or not self.args.sync_ref_model:
+            return
+        assert self.reference is not None
+        saved = os.path.join(checkpoint, _MOVED)
+        if not os.path.exists(saved):
+            logger.warning(
+                "%s has no %s: the reference goes on from where it stood before the run.", checkpoint, _MOVED
+            )
+            return
+        moved = torch.load(saved, map_location="cpu", weights_only=True)
+        for name, weights in self.reference.weights.items():
+            weights.copy_(moved[name])
 
     # ---- before the run
 
