@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.tiny_tokenizer import CHATML, tiny_tokenizer
 from trellium.data.report import Fate
-from trellium.data.unpaired import PairWithNext, UnpairedOptions, prepare_unpaired, prepare_unpaired_with_report
+from trellium.data.unpaired import PairWithOther, UnpairedOptions, prepare_unpaired, prepare_unpaired_with_report
 from trellium.errors import DatasetError
 
 USER = {"role": "user", "content": "hi there"}
@@ -102,7 +102,7 @@ def test_labels_of_0_and_1_are_truth_values():
 def test_in_batches_of_any_size_the_mismatch_is_the_next_of_all_rows(sizes, batch_size, max_length):
     rows = [judged([0] * (1 + at % 2), list(range(at, at + size))) for at, size in enumerate(sizes)]
     dataset = Dataset.from_list(rows)
-    pair = PairWithNext(max_length, dataset)
+    pair = PairWithOther(max_length, 1, dataset)
     made = []
     for start in range(0, len(rows), batch_size):
         made += pair(dataset[start : start + batch_size], list(range(len(rows)))[start : start + batch_size])[
@@ -110,6 +110,20 @@ def test_in_batches_of_any_size_the_mismatch_is_the_next_of_all_rows(sizes, batc
         ]
     rooms = [None if max_length is None else max_length - len(row["prompt_ids"]) for row in rows]
     assert made == [rows[(at + 1) % len(rows)]["completion_ids"][:room] for at, room in enumerate(rooms)]
+
+
+def test_rows_that_are_trained_together_have_each_others_completions():
+    rows = [judged([0], [at]) for at in range(1, 1008)]
+    for together in (2, 3, 5):
+        expected = []
+        for start in range(0, len(rows), together):
+            group = [row["completion_ids"] for row in rows[start : start + together]]
+            expected += [group[-1], *group[:-1]] if len(group) > 1 else [rows[0]["completion_ids"]]
+        options = UnpairedOptions(max_length=None, together=together)
+        assert [row["kl_completion_ids"] for row in prepared(rows, together=together)] == expected
+        stream = list(prepare_unpaired(Dataset.from_list(rows).to_iterable_dataset(), tiny_tokenizer(), options))
+        alone = len(rows) % together == 1  # in a stream what came before is not known any more
+        assert [row["kl_completion_ids"] for row in stream][: len(rows) - alone] == expected[: len(rows) - alone]
 
 
 def test_a_stream_and_processes_give_the_same_answers():

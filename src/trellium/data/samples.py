@@ -135,6 +135,15 @@ def after_prompt(prompt: Ordered[int], completion: Ordered[int]) -> Sequence:
     return Sequence(np.concatenate([np.asarray(prompt, np.int64), np.asarray(completion, np.int64)]), trained)
 
 
+def _two_of_each(rows: Ordered[Row], prompt: str, *completions: str) -> list[Sequence]:
+    return [after_prompt(row[prompt], row[completion]) for row in rows for completion in completions]
+
+
+def _sizes_of_two(prompt: np.ndarray, one: np.ndarray, other: np.ndarray) -> RowSizes:
+    completions = one + other
+    return RowSizes(prompt + np.maximum(one, other), 2 * prompt + completions, prompt + completions, completions)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadPairs:
     """Two sequences a row: the prompt with the chosen completion, and with the rejected one, of `prompt_ids`, `chosen_ids` and `rejected_ids`."""
@@ -146,17 +155,11 @@ class ReadPairs:
         return ("prompt_ids", "chosen_ids", "rejected_ids")
 
     def __call__(self, rows: Ordered[Row]) -> Samples:
-        sequences = [
-            after_prompt(row["prompt_ids"], row[completion]) for row in rows for completion in self.columns[1:]
-        ]
+        sequences = _two_of_each(rows, *self.columns)
         return Samples.of_rows(sequences, np.repeat(np.arange(len(rows)), 2))
 
     def sizes(self, table: pa.Table) -> RowSizes:
-        prompt, chosen, rejected = (list_lengths(table, name) for name in self.columns)
-        completions = chosen + rejected
-        return RowSizes(
-            prompt + np.maximum(chosen, rejected), 2 * prompt + completions, prompt + completions, completions
-        )
+        return _sizes_of_two(*(list_lengths(table, name) for name in self.columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,34 +209,22 @@ class ReadCompletions:
 class ReadMismatched:
     """Two sequences a row: the prompt with its own completion, and with that of another row, from which the divergence of a policy is estimated.
 
-    The other row is the one before it in the batch, cyclically, as in TRL; a batch of one row takes `kl_completion_ids`, which came with it.
-
-    Attributes:
-        max_length: what a prompt with the completion of another row is cut to; None for no limit.
+    The other row's completion came with the row (`kl_completion_ids`), so it is the same in any order and batch, and what a reference said of it before
+    the run is of it.
     """
 
     samples_per_row: ClassVar[int | None] = 2
-    max_length: int | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
         return ("prompt_ids", "completion_ids", "kl_completion_ids")
 
     def __call__(self, rows: Ordered[Row]) -> Samples:
-        others = [row["completion_ids"] for row in rows]
-        others = [others[-1], *others[:-1]] if len(rows) > 1 else [rows[0]["kl_completion_ids"]]
-        sequences = []
-        for row, other in zip(rows, others, strict=True):
-            prompt = row["prompt_ids"]
-            room = len(other) if self.max_length is None else max(self.max_length - len(prompt), 0)
-            sequences += [after_prompt(prompt, row["completion_ids"]), after_prompt(prompt, other[:room])]
+        sequences = _two_of_each(rows, *self.columns)
         return Samples(sequences, np.repeat(np.arange(len(rows)), 2), sum(map(len, sequences[::2])))
 
     def sizes(self, table: pa.Table) -> RowSizes:
-        prompt, own, other = (list_lengths(table, name) for name in self.columns)
-        # Within a batch each completion stands twice, whichever rows it is with.
-        completions = own + np.maximum(own, other)
-        return RowSizes(prompt + np.maximum(own, other), 2 * prompt + completions, prompt + completions, completions)
+        return _sizes_of_two(*(list_lengths(table, name) for name in self.columns))
 
 
 def list_lengths(table: pa.Table, column: str) -> np.ndarray:

@@ -1,11 +1,11 @@
 """Judged answers to tokens: for each row the prompt, the completion, whether it is desirable, and a completion that answers another prompt.
 
-Paired preferences are taken too: each row is then two answers. The mismatched completion is the one of the next row, of the last row the first's;
-a trainer needs it where a batch has a single row, so that no other completion is at hand to estimate the divergence with. It is paired up in a second pass
-over the rows that are kept, which costs their tokens once more on disk. In a stream the next row is looked for among the same thousand; one that is alone among them has
-its own completion.
+Paired preferences are taken too: each row is then two answers. The mismatched completion is that of the row before among the rows that are trained
+together, of their first row the last's; a row that is alone among them has that of the next, of the last row of all the first's. They are paired up in a
+second pass over the rows that are kept, which costs their tokens once more on disk. In a stream the next row is looked for among the same thousand; one
+that is alone among them has its own completion.
 
-Source: the columns and the rules are TRL 1.16's, where the mismatched completion is that of the row before within a batch.
+Source: the columns and the rules are TRL 1.16's, where a row that is alone has its own completion.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _MISMATCHED = "kl_completion_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class UnpairedOptions(PipelineOptions):
-    """How judged answers are prepared: as every dataset, and a sequence longer than `max_length` loses its end."""
+    """How judged answers are prepared: as every dataset, and a sequence longer than `max_length` loses its end.
+
+    Attributes:
+        together: how many rows are trained together, among which the mismatched completion is taken.
+    """
+
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,29 +103,37 @@ class JudgedAnswers:
 
 
 @dataclass(frozen=True)
-class PairWithNext:
-    """Gives each row the completion of the next, both cut to the room that the row's prompt leaves: the function that `datasets` maps.
+class PairWithOther:
+    """Gives each row the completion of another, both cut to the room that the row's prompt leaves: the function that `datasets` maps.
 
     Attributes:
         max_length: tokens of prompt and completion, at most.
+        together: how many rows are trained together; a batch is made of whole such groups, but for the last.
         rows: all of them; None in a stream, where the rows of a batch are all there are.
     """
 
     max_length: int | None
+    together: int
     rows: Dataset | None
 
     def __call__(self, batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         completions = batch["completion_ids"]
-        following = completions[1:] + completions[:1]
-        if self.rows is not None:
-            following = [*following[:-1], self.rows[(indices[-1] + 1) % len(self.rows)]["completion_ids"]]
+        others: list[list[int]] = []
+        for start in range(0, len(completions), self.together):
+            group = completions[start : start + self.together]
+            others += [group[-1], *group[:-1]] if len(group) > 1 else [self._next(completions, indices, start)]
         rooms: list[Any] = [None] * len(completions)
         if self.max_length is not None:
             rooms = [self.max_length - len(prompt) for prompt in batch["prompt_ids"]]
         return {
             "completion_ids": [each[:room] for each, room in zip(completions, rooms, strict=True)],
-            _MISMATCHED: [each[:room] for each, room in zip(following, rooms, strict=True)],
+            _MISMATCHED: [each[:room] for each, room in zip(others, rooms, strict=True)],
         }
+
+    def _next(self, completions: list[list[int]], indices: list[int], at: int) -> list[int]:
+        if at + 1 < len(completions):
+            return completions[at + 1]
+        return completions[0] if self.rows is None else self.rows[(indices[at] + 1) % len(self.rows)]["completion_ids"]
 
 
 def prepare_unpaired(dataset: Rows, tokenizer: PreTrainedTokenizerBase, options: UnpairedOptions) -> Rows:
@@ -152,16 +166,18 @@ def prepare_unpaired_with_report(
     kind = JudgedAnswers(Encoder.of(tokenizer, format, options), format, options.max_length, options.limits)
     answers, report = encode_rows(rows, columns, kind, options)
     features = Features({**(answers.features or {}), _MISMATCHED: TOKENS})
+    paired: dict[str, Any] = {
+        "with_indices": True,
+        "batched": True,
+        "batch_size": options.together * -(-1000 // options.together),
+        "features": features,
+    }
     if isinstance(answers, IterableDataset):
-        pair = PairWithNext(options.max_length, None)
-        return answers.map(pair, with_indices=True, batched=True, features=features), report
-    paired = answers.map(
-        PairWithNext(options.max_length, answers),
-        with_indices=True,
-        batched=True,
-        features=features,
+        return answers.map(PairWithOther(options.max_length, options.together, None), **paired), report
+    return answers.map(
+        PairWithOther(options.max_length, options.together, answers),
+        **paired,
         # Of the rows' own, which is short; the function holds all of them.
-        new_fingerprint=Hasher.hash((answers._fingerprint, options.max_length, _MISMATCHED)),
+        new_fingerprint=Hasher.hash((answers._fingerprint, options.max_length, options.together, _MISMATCHED)),
         desc=f"Pairing {options.name}",
-    )
-    return paired, report
+    ), report

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 class KTOTrainer(ReferencedTrainer):
     """Kahneman-Tversky optimization, with TRL's signature (Ethayarajh et al. 2024).
 
-    The divergence from the reference is estimated from each prompt with the completion of another row; the two share the prompt's tokens. Batches of one row
-    and rows in any order will do: the other row is then one of the dataset.
+    The divergence from the reference is estimated from each prompt with the completion of another row, which is one of the same batch where rows come in order;
+    the two share the prompt's tokens. Batches of one row and rows in any order will do.
 
     Args:
         model: a name or path, a causal language model, or one with an adapter.
@@ -63,7 +63,8 @@ class KTOTrainer(ReferencedTrainer):
 
     def prepare_dataset(self, dataset: Any, name: str) -> Any:
         """Rows of judged completions to `prompt_ids`, `completion_ids`, `kl_completion_ids` and `label`."""
-        options = UnpairedOptions(keep_columns=super().row_columns, **self.preparation(name))
+        together = self.args.per_device_train_batch_size
+        options = UnpairedOptions(together=together, keep_columns=super().row_columns, **self.preparation(name))
         prepared = prepare_unpaired(dataset, self.processing_class, options)
         if name == "train" and isinstance(prepared, Dataset):
             labels = prepared.with_format("numpy")["label"][:]
@@ -72,7 +73,7 @@ class KTOTrainer(ReferencedTrainer):
 
     def row_reader(self, *, evaluation: bool = False) -> RowReader:
         """A prompt with its own completion, and with that of another row where the divergence is estimated."""
-        return ReadMismatched(self.args.max_length) if self.estimates else ReadCompletions()
+        return ReadMismatched() if self.estimates else ReadCompletions()
 
     def count_items(self, inputs: dict[str, Tensor]) -> Tensor:
         """The rows of a batch: `[]`."""
