@@ -84,7 +84,10 @@ class ReferencedTrainer(BaseTrainer):
         if self.args.precompute_ref_log_probs:
             self.train_dataset = self._with_reference(self.train_dataset, "train")
             self.eval_dataset = self._with_reference(self.eval_dataset, "eval")
-            if given is None and not is_adapted(self.model):
+            scored = [self.train_dataset, *_parts(self.eval_dataset)]
+            if given is None and not (
+                is_adapted(self.model) or any(isinstance(part, IterableDataset) for part in scored)
+            ):
                 self.reference = None
         if self.args.sync_ref_model:
             self.add_callback(_MoveReference(self))
@@ -209,6 +212,10 @@ class ReferencedTrainer(BaseTrainer):
             logprob = self.reference.logprob(self.model, forest_fields(inputs))
         values = self.reference_values(logprob, inputs)
         return {name: value[: len(batch)].tolist() for name, value in values.items()}
+
+
+def _parts(dataset: Any) -> list:
+    return list(dataset.values()) if isinstance(dataset, dict) else [dataset]
 
 
 class _MoveReference(TrainerCallback):
