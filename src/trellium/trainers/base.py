@@ -277,6 +277,12 @@ class BaseTrainer(MeteredTrainer):
         readers = (self.row_reader(), self.row_reader(evaluation=True))
         self._signature_columns = [*self.row_columns, *{name: None for read in readers for name in read.columns}]
 
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
+        """As in `transformers.Trainer`, which would evaluate the model around which `torch_compile` was put, and so what is not compiled."""
+        if not training and getattr(self.model_wrapped, "_orig_mod", None) is model:
+            return self.model_wrapped
+        return super()._wrap_model(model, training, dataloader)
+
     # ---- the step ----
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
