@@ -79,9 +79,9 @@ def batch_of(group: Group, form: str) -> dict:
     prompt = draw.integers(2, VOCABULARY, group.prompt)
     sequences = [after_prompt(prompt, draw.integers(2, VOCABULARY, group.length)) for _ in range(group.completions)]
     if form == "separate rows":
-        return chains(sequences, pad_token_id=0).tensors()
+        return chains(sequences).tensors()
     apart = range(len(sequences)) if form == "separate packed" else None
-    return trees(sequences, [0] * len(sequences), groups=apart, pad_token_id=0).tensors()
+    return trees(sequences, [0] * len(sequences), groups=apart).tensors()
 
 
 def step(model: Any, batch: dict) -> float:

@@ -60,12 +60,12 @@ def test_every_batch_keeps_the_laws_and_says_what_the_rows_say(rows, multiple):
     assert not batch.edge_weight[count:].any()
     for row, tokens in enumerate(rows):
         assert batch.input_ids[row, : len(tokens)].tolist() == [token for token, _ in tokens]
-        assert not batch.input_ids[row, len(tokens) :].any()
+        assert (batch.input_ids[row, len(tokens) :] == tokens[-1][0]).all()
 
 
 def test_padding_is_a_chain_of_its_own():
-    batch = chains([sequence([5, 6, 7]), sequence([8])], pad_token_id=9)
-    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 9]]
+    batch = chains([sequence([5, 6, 7]), sequence([8])])
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 8, 8]]
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 1]]
     assert batch.subtree_end.tolist() == [[3, 3, 3], [1, 3, 3]]
 
@@ -77,7 +77,7 @@ def test_rows_without_a_trained_token_make_one_edge_of_weight_zero():
 
 
 def test_a_sequence_s_weight_is_that_of_its_edges():
-    batch = chains([sequence([1, 2, 3], weight=0.5), sequence([4, 5])], pad_token_id=0)
+    batch = chains([sequence([1, 2, 3], weight=0.5), sequence([4, 5])])
     assert batch.edge_weight.tolist() == [0.5, 0.5, 1.0]
 
 
@@ -157,7 +157,8 @@ def test_a_planned_batch_says_the_same_in_the_smallest_shape_that_holds_it(rows)
 def test_a_partial_batch_is_filled_up_with_rows_nobody_trains():
     batch = forest(planned_collator([4] * 7, rows=3)([prepared([(5, True)] * 4)]))
     check(batch)
-    assert batch.input_ids.tolist() == [[5, 5, 5, 5, 0, 0, 0, 0], [0] * 8, [0] * 8]
+    assert batch.input_ids.tolist() == [[5] * 8] * 3
+    assert batch.real_tokens.tolist() == [4, 0, 0]
     assert batch.position_ids[1].tolist() == list(range(8))
     assert int((batch.edge_weight > 0).sum()) == 3
 

@@ -32,7 +32,7 @@ def test_edges_say_what_the_sequences_train_each_with_the_sum_of_their_weights(g
     count = len(given)
     rows = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
     groups = data.draw(st.lists(st.sampled_from(["a", "b"]), min_size=count, max_size=count))
-    batch = trees(given, rows, groups=groups, pad_token_id=9, multiple=multiple, term_fields={})
+    batch = trees(given, rows, groups=groups, multiple=multiple, term_fields={})
     check(batch)
     keys = [f"{row} {group}" for row, group in zip(rows, groups, strict=True)]
     assert int(batch.real_tokens.sum()) == len(prefixes([s.input_ids.tolist() for s in given], keys))
@@ -63,7 +63,7 @@ def test_every_sample_finds_its_own_fields_and_its_scores_in_its_terms(given, mu
         "old_logprob": [np.arange(len(one)) * 0.25 for one in given],
         "version": [np.arange(len(one)) for one in given],
     }
-    batch = trees(given, [0] * len(given), pad_token_id=9, multiple=multiple, term_fields=fields)
+    batch = trees(given, [0] * len(given), multiple=multiple, term_fields=fields)
     check(batch)
     terms = batch.terms
     used = sum(int(one.trained.sum()) for one in given)
@@ -86,8 +86,8 @@ def test_every_sample_finds_its_own_fields_and_its_scores_in_its_terms(given, mu
 @settings(max_examples=60, deadline=None)
 @given(given=sequences(most=5), multiple=st.sampled_from([1, 4]))
 def test_a_row_for_each_sequence_is_the_padded_form(given, multiple):
-    padded = chains(given, pad_token_id=9, multiple=multiple, term_fields={})
-    alone = trees(given, range(len(given)), pad_token_id=9, multiple=multiple, term_fields={})
+    padded = chains(given, multiple=multiple, term_fields={})
+    alone = trees(given, range(len(given)), multiple=multiple, term_fields={})
     assert padded.shape == alone.shape
     for name, tensor in padded.tensors().items():
         assert torch.equal(tensor, alone.tensors()[name]), name
@@ -96,16 +96,17 @@ def test_a_row_for_each_sequence_is_the_padded_form(given, multiple):
 @settings(max_examples=60, deadline=None)
 @given(given=sequences(most=5), extra=st.tuples(*[st.integers(0, 3)] * 4))
 def test_a_batch_filled_up_to_a_shape_says_the_same_and_trains_nothing_more(given, extra):
-    exact = trees(given, [0] * len(given), pad_token_id=9, term_fields={})
+    exact = trees(given, [0] * len(given), term_fields={})
     sizes = [size + more for size, more in zip(dataclasses.astuple(exact.shape), extra, strict=True)]
-    filled = trees(given, [0] * len(given), pad_token_id=9, shape=Shape(*sizes), term_fields={})
+    filled = trees(given, [0] * len(given), shape=Shape(*sizes), term_fields={})
     check(filled)
     assert dataclasses.astuple(filled.shape) == tuple(sizes)
     assert int(filled.real_tokens.sum()) == int(exact.real_tokens.sum())
     used = int(exact.real_tokens.sum())
     assert torch.equal(filled.input_ids[0, :used], exact.input_ids[0, :used])
     assert torch.equal(filled.subtree_end[0, :used], exact.subtree_end[0, :used])
-    assert (filled.input_ids[1:] == 9).all()
+    assert (filled.input_ids[0, used:] == exact.input_ids[0, used - 1]).all()
+    assert (filled.input_ids[1:] == exact.input_ids[0, used - 1]).all()
     edges = exact.shape.edges
     assert torch.equal(filled.edge_target[:edges], exact.edge_target)
     assert not filled.edge_weight[edges:].any()
@@ -113,7 +114,7 @@ def test_a_batch_filled_up_to_a_shape_says_the_same_and_trains_nothing_more(give
 
 
 def test_a_position_at_a_branch_has_one_edge_for_each_child():
-    batch = trees([sequence([5, 6, 7]), sequence([5, 8], 0.5), sequence([5, 6])], [0, 0, 0], pad_token_id=0)
+    batch = trees([sequence([5, 6, 7]), sequence([5, 8], 0.5), sequence([5, 6])], [0, 0, 0])
     assert batch.input_ids.tolist() == [[5, 6, 7, 8]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 1]]
     assert batch.subtree_end.tolist() == [[4, 3, 3, 4]]
@@ -124,21 +125,21 @@ def test_a_position_at_a_branch_has_one_edge_for_each_child():
 
 def test_a_shape_that_does_not_hold_the_batch_is_refused_by_row_and_length():
     with pytest.raises(ConfigError, match="row 1, with 3 tokens"):
-        chains([sequence([1]), sequence([1, 2, 3])], pad_token_id=0, shape=Shape(2, 2, 4))
+        chains([sequence([1]), sequence([1, 2, 3])], shape=Shape(2, 2, 4))
     with pytest.raises(ConfigError, match="needs 1x3 with 2 edges does not fit the shape 1x3 with 1 edges"):
-        chains([sequence([1, 2, 3])], pad_token_id=0, shape=Shape(1, 3, 1))
+        chains([sequence([1, 2, 3])], shape=Shape(1, 3, 1))
 
 
 def test_what_does_not_match_the_sequences_is_refused():
     one = sequence([1, 2])
     with pytest.raises(DatasetError, match="sequence 1 of the batch has no tokens"):
-        trees([one, sequence([])], [0, 0], pad_token_id=0)
+        trees([one, sequence([])], [0, 0])
     with pytest.raises(ValueError, match="rows and groups must be one a sequence"):
-        trees([one], [0, 1], pad_token_id=0)
+        trees([one], [0, 1])
     with pytest.raises(ValueError, match=r"'advantage' of sequence 0 must be one number or \[2\], got \[3\]"):
-        trees([one], [0], pad_token_id=0, term_fields={"advantage": [np.zeros(3)]})
+        trees([one], [0], term_fields={"advantage": [np.zeros(3)]})
     with pytest.raises(ValueError, match="'advantage' must have one entry a sequence, 1, got 2"):
-        trees([one], [0], pad_token_id=0, term_fields={"advantage": [0.0, 1.0]})
+        trees([one], [0], term_fields={"advantage": [0.0, 1.0]})
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,6 @@ def test_what_does_not_match_the_sequences_is_refused():
 )
 def test_a_broken_law_of_edges_is_named(change, message):
     given = [sequence([5, 6, 7]), sequence([5, 8], 0.5), sequence([5, 6])]
-    batch = trees(given, [0, 0, 0], pad_token_id=0, term_fields={})
+    batch = trees(given, [0, 0, 0], term_fields={})
     with pytest.raises(ValueError, match=message):
         check(dataclasses.replace(batch, **change))

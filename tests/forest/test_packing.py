@@ -78,7 +78,7 @@ def test_sequences_that_share_a_prefix_share_rows_that_hold_their_trees(lists, c
             assert len({row_of[s] for s in tree}) == 1
     sequences = [Sequence(tokens, np.arange(len(tokens)) > 0) for tokens in arrays]
     if sequences:
-        batch = trees(sequences, [row_of[s] for s in range(len(lists))], groups=groups, pad_token_id=0)
+        batch = trees(sequences, [row_of[s] for s in range(len(lists))], groups=groups)
         check(batch)
         assert int(batch.real_tokens.sum()) == packing.tokens.sum()
 

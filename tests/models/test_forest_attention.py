@@ -318,8 +318,8 @@ def test_router_losses_count_the_tokens_of_packed_rows_once_and_no_padding():
     model = install_scores(tiny_model("qwen3_moe", output_router_logits=True))
     assert not let_read_forests(model).shares
     rows = [Sequence(np.arange(3 + length) % 60, np.ones(3 + length, dtype=bool)) for length in (4, 1, 6)]
-    packed = trees(rows, [0, 0, 0], groups=range(3), pad_token_id=0, multiple=8)
-    padded = trees(rows, range(3), pad_token_id=0)
+    packed = trees(rows, [0, 0, 0], groups=range(3), multiple=8)
+    padded = trees(rows, range(3))
     losses = [model(**batch.tensors(), score_outputs=("logprob",)).aux_loss for batch in (packed, padded)]
     torch.testing.assert_close(*losses)
 

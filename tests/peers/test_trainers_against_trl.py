@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase

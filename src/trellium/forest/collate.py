@@ -37,7 +37,7 @@ class ForestCollator:
     """Collate prepared rows into the tensors of a `ForestBatch`.
 
     Attributes:
-        pad_token_id: the token of padding.
+        pad_token_id: the token of idle batches; padding itself repeats the last token of its row.
         pad_to_multiple_of: round row length and number of edges up to a multiple of this; None for no rounding. Read where nothing is planned.
         plan: the shapes a batch may have.
         evaluation: whether the batches are of evaluation, whose planned shapes are others.
@@ -88,7 +88,7 @@ class ForestCollator:
 
     def _lay(self, samples: Samples, shape: Shape | None, term_fields: TermFields | None) -> ForestBatch:
         sizes: dict[str, Any] = {"multiple": self.pad_to_multiple_of or 1, "shape": shape}
-        options = {"pad_token_id": self.pad_token_id, "term_fields": term_fields, **sizes}
+        options = {"term_fields": term_fields, **sizes}
         if self.layout == "padded" or not samples.sequences:
             return chains(samples.sequences, **options)
         apart = None if self.layout == "shared" else range(len(samples.sequences))
@@ -116,7 +116,7 @@ class ForestCollator:
     def idle(self, shape: Shape) -> dict[str, Tensor]:
         """A batch of a planned shape with one token, which is not trained."""
         sequence = Sequence(np.asarray([self.pad_token_id]), np.zeros(1, dtype=bool))
-        batch = chains([sequence], pad_token_id=self.pad_token_id, shape=shape, term_fields={} if self.terms else None)
+        batch = chains([sequence], shape=shape, term_fields={} if self.terms else None)
         tensors = batch.tensors() | {"data_tokens": torch.tensor(0)}
         return tensors | (self._of_rows([], batch) if self.terms else {})
 

@@ -3,6 +3,10 @@
 `trees` puts sequences that share a prefix into trees, each token once; `chains` puts one sequence a row. Both fill every field at once from the arrays of
 a trie: no Python per token. What is left of a row is a chain of its own that nobody trains.
 
+Padding repeats the last token of its row, not a token made for padding: nothing attends to it or learns from it, so its own gradient is exactly zero, but only
+if the slopes along its way are finite. The embedding of a padding token is often all zeros, and there a model that takes a root of a magnitude (Gemma 3n) has
+an infinite one: zero times it is no number, in all weights. No token is needed that the embedding may not even hold.
+
 An edge is named by the token it leads to: that has one parent, so it is the target of one prediction, however many sequences pass through it. A token
 with several children starts several edges, and `E <= R * L` whatever the trees. Cost: the trie's, and a few passes over the tokens.
 """
@@ -27,7 +31,6 @@ TermFields = Mapping[str, Ordered[np.ndarray | float]]
 def chains(
     sequences: Ordered[Sequence],
     *,
-    pad_token_id: int,
     multiple: int = 1,
     shape: Shape | None = None,
     term_fields: TermFields | None = None,
@@ -36,7 +39,7 @@ def chains(
 
     Args:
         sequences: the rows, each of at least one token. A sequence may train nothing.
-        pad_token_id, multiple, shape, term_fields: as for `trees`.
+        multiple, shape, term_fields: as for `trees`.
 
     Returns:
         The batch; edges in the order of rows, then of positions.
@@ -48,7 +51,7 @@ def chains(
     rows = np.arange(len(sequences), dtype=np.int64)
     _refuse_empty(sequences, "row")
     trie = build_trie([sequence.input_ids for sequence in sequences], rows, share=False)
-    return _lay(sequences, trie, rows, pad_token_id, multiple, shape, term_fields)
+    return _lay(sequences, trie, rows, multiple, shape, term_fields)
 
 
 def trees(
@@ -56,7 +59,6 @@ def trees(
     rows: Ordered[int] | np.ndarray,
     *,
     groups: Ordered[Hashable] | None = None,
-    pad_token_id: int,
     multiple: int = 1,
     shape: Shape | None = None,
     term_fields: TermFields | None = None,
@@ -67,7 +69,6 @@ def trees(
         sequences: those of the batch, each of at least one token. A sequence may train nothing, and may be inside another or equal to it.
         rows: `[n]`, in which row each lies, from 0; see `packing.pack_sequences`. Sequences of different rows share nothing.
         groups: one key a sequence: only those with equal keys share. None where tokens are all there is to a sequence.
-        pad_token_id: the token behind each row; any valid one serves, nothing attends to it or learns from it.
         multiple: `L` is rounded up to a multiple of this. Above 1, shapes are meant to be few, so `E` follows from them: all `R * L` places, or half of
             them, or a quarter … as many as are needed, and a multiple still: a graph or two for each `L`, for at most twice the edges. At 1, `E` is
             what there is. It is at least 1, filled up by edges of weight 0. `T` likewise, from twice `R * L` upwards where samples share edges.
@@ -88,7 +89,7 @@ def trees(
     if not row_of.shape == codes.shape == (len(sequences),) or row_of.min() < 0:
         raise ValueError(f"rows and groups must be one a sequence, rows from 0; got {row_of.shape} and {codes.shape}")
     trie = build_trie([sequence.input_ids for sequence in sequences], row_of * (int(codes.max()) + 1) + codes)
-    return _lay(sequences, trie, row_of, pad_token_id, multiple, shape, term_fields)
+    return _lay(sequences, trie, row_of, multiple, shape, term_fields)
 
 
 def _refuse_empty(sequences: Ordered[Sequence], what: str) -> None:
@@ -103,7 +104,6 @@ def _lay(
     sequences: Ordered[Sequence],
     trie: Trie,
     row_of: np.ndarray,
-    pad_token_id: int,
     multiple: int,
     shape: Shape | None,
     term_fields: TermFields | None,
@@ -125,7 +125,8 @@ def _lay(
     # Padding is a chain that starts where the trees end.
     position_ids = places - np.pad(used, (0, sizes.rows - len(used)))[:, None]
     subtree_end = np.full(real.shape, sizes.length, dtype=np.int64)
-    input_ids = np.full(real.shape, pad_token_id, dtype=np.int64)
+    ends = np.pad(np.cumsum(used), (0, sizes.rows - len(used)), mode="edge")
+    input_ids = np.repeat(trie.token[ends - 1][:, None], sizes.length, axis=1)
     input_ids[real], position_ids[real], subtree_end[real] = (
         trie.token,
         trie.depth,
