@@ -443,7 +443,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_resumed_from(tmp_path):
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
 
 
-def test_the_host_waits_for_the_device_only_when_something_is_logged(tmp_path, monkeypatch):
+def test_the_host_waits_for_the_device_once_a_step_and_when_something_is_logged(tmp_path, monkeypatch):
     waits = []
     for name in ("item", "tolist"):
         original = getattr(torch.Tensor, name)
@@ -465,5 +465,6 @@ def test_the_host_waits_for_the_device_only_when_something_is_logged(tmp_path, m
     waits.clear()
     trainer.train()
     assert len(losses(trainer)) == 2
-    # Each time: transformers' loss and gradient norm, and all of our metrics at once; and transformers' mean loss at the end.
-    assert waits == ["item", "item", "tolist"] * 2 + ["item"]
+    # Each step, not each micro-batch: whether it is finite. Each log: transformers' loss and gradient norm, and all of our metrics at once. At the end:
+    # transformers' mean loss.
+    assert waits == [*["tolist"] * 4, "item", "item", "tolist"] * 2 + ["item"]

@@ -190,10 +190,11 @@ class GuardedTrainer(ResumingTrainer):
         return started
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        steps = self.state.global_step - self._initial_global_step
-        total = self._total_loss_scalar + self._tr_loss.item()
-        self._total_loss_scalar = _mean_of_taken(total, steps, self._refused_in_run)
-        self._tr_loss.zero_()
+        if self._refused_in_run:
+            steps = self.state.global_step - self._initial_global_step
+            total = self._total_loss_scalar + self._tr_loss.item()
+            self._total_loss_scalar = _mean_of_taken(total, steps, self._refused_in_run)
+            self._tr_loss.zero_()
         return super()._finalize_training(*args, **kwargs)
 
     # ---- what is saved ----
