@@ -72,12 +72,12 @@ def _rewards(
     subtree_end: Tensor,
     position_ids: Tensor,
     sample_position: Tensor,
-    return_dict: bool = True,
+    return_dict: bool | None = None,
     **others: Any,
 ) -> RewardOutput:
     # PEFT's wrapper of classifiers passes all arguments on, most of them as None, and return_dict as a value.
     given = [name for name, value in others.items() if value is not None]
-    if not return_dict:
+    if return_dict is False:
         given.append("return_dict=False")
     if given:
         raise ModelError(f"a call for rewards does not take {', '.join(sorted(given))}")

@@ -128,7 +128,8 @@ def write_model_card(folder: str | Path, method: str, base_model: str, *, adapte
     source = (
         f"[{named}](https://huggingface.co/{named})" if named.count("/") == 1 else named or "a model made in a program"
     )
-    loader = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    task = "SequenceClassification" if method == "reward" else "CausalLM"
+    loader = f"AutoPeftModelFor{task}" if adapter else f"AutoModelFor{task}"
     lines += [
         f"Trained from {source} with the {method.upper()} trainer of Trellium.",
         "",

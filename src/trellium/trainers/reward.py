@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -13,8 +14,11 @@ from trellium.data.samples import ReadWholePairs
 from trellium.models.rewards import RewardOutput, install_rewards, load_reward_model
 from trellium.monitor.metrics import MetricSink
 from trellium.ops.reward import reward_loss, reward_metrics
+from trellium.trainers.adapters import is_adapted
 from trellium.trainers.base import BaseTrainer
 from trellium.trainers.reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
 
 
 class RewardTrainer(BaseTrainer):
@@ -56,6 +60,16 @@ class RewardTrainer(BaseTrainer):
     def install(model: nn.Module) -> nn.Module:
         """Let a sequence-classification model be called for rewards."""
         return install_rewards(model)
+
+    def run_begins(self) -> None:
+        """Say so where an adapter leaves out the layer that makes the reward: a new one would stay random."""
+        trained = (name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+        if is_adapted(self.model) and not any(".score." in name for name in trained):
+            logger.warning(
+                "the score layer is not trained, and the rewards are made by it as it came. Set task_type='SEQ_CLS' in peft_config, "
+                "or modules_to_save=['score']."
+            )
+        super().run_begins()
 
     def score(self, model: nn.Module, inputs: dict[str, Tensor]) -> RewardOutput:
         """The rewards `[2 B]` of a batch's sequences."""
