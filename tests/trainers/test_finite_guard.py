@@ -210,6 +210,23 @@ def test_a_checkpoint_that_is_due_at_a_refused_step_waits_for_the_next_that_is_t
     assert "No checkpoint is written after step 2" in caplog.text
 
 
+def test_a_run_that_ends_with_refused_steps_still_leaves_its_last_checkpoint(tmp_path):
+    trainer, after = run(tmp_path, {3, 4}, steps=4, save_strategy="steps", save_steps=4)
+    trainer.train()
+    assert checkpoints(tmp_path) == {"checkpoint-4"}
+    assert trainer.resume_point == str(tmp_path / "checkpoint-4")
+    saved = type(trainer.model).from_pretrained(tmp_path / "checkpoint-4")
+    assert equal(saved.state_dict(), after[2][0])
+
+
+def test_the_schedule_of_a_second_run_moves_where_the_first_ended_with_a_refused_step(tmp_path):
+    trainer, after = run(tmp_path, {3}, steps=3)
+    trainer.train()
+    assert after[3][2] == after[2][2]
+    trainer.train()
+    assert after[2][2] < after[1][2]
+
+
 def test_the_best_evaluation_is_kept_where_its_step_was_refused(tmp_path):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 10.0}
     trainer, after = run(

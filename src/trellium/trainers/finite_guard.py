@@ -7,7 +7,8 @@ together. If one is not a finite number, the step is not taken:
   short as were refused: what a `GradScaler` does to it too;
 - it is counted (`skipped_steps`), left out of the logged means, and told with the beginnings of its rows: those of the micro-batches whose loss is not
   finite, or of all if only the gradient is not;
-- a checkpoint that is due waits for the next step that is taken, but for one of the best evaluation, whose weights are those that were evaluated;
+- a checkpoint that is due waits for the next step that is taken, or for the end of the run, but for one of the best evaluation, whose weights are those
+  that were evaluated;
 - `max_nonfinite_steps` refusals in a row stop the run.
 
 The losses are the same on the host of every process, because they are summed first: all refuse, or none. Under fp16 a gradient that overflows is no fault but
@@ -101,8 +102,7 @@ class GuardedTrainer(ResumingTrainer):
         norm = super()._get_grad_norm(model, grad_norm)
         if self.is_deepspeed_enabled:
             return norm
-        if self._refused_in_run:
-            self._mark_skipped(False)
+        self._mark_skipped(False)
         losses, norm_seen, finite = self._look(norm)
         if finite:
             self._streak = 0
@@ -189,13 +189,18 @@ class GuardedTrainer(ResumingTrainer):
         self._refused_in_run = self._refused_since_log = self._logged_at = 0
         return started
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> TrainOutput:
+        if self._save_waits:
+            # No step follows for it to wait for; the weights are those of the last that was taken.
+            self._streak, self._save_waits = 0, False
+            self._save_checkpoint(self.model_wrapped, trial)
+            self.callback_handler.on_save(self.args, self.state, self.control)
         if self._refused_in_run:
             steps = self.state.global_step - self._initial_global_step
             total = self._total_loss_scalar + self._tr_loss.item()
             self._total_loss_scalar = _mean_of_taken(total, steps, self._refused_in_run)
             self._tr_loss.zero_()
-        return super()._finalize_training(*args, **kwargs)
+        return super()._finalize_training(trial, *args, **kwargs)
 
     # ---- what is saved ----
 
@@ -208,7 +213,7 @@ class GuardedTrainer(ResumingTrainer):
         if self._streak and self.state.best_global_step != self.state.global_step:
             self._save_waits = True
             logger.warning(
-                "No checkpoint is written after step %d, which was refused: it waits for the next step that is taken.",
+                "No checkpoint is written after step %d, which was refused: it waits for the next step that is taken, or the end of the run.",
                 self.state.global_step,
             )
             return False
