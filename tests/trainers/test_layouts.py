@@ -159,3 +159,13 @@ def test_smoothed_labels_train_as_transformers_smooths_them(tmp_path):
     assert found[0] == pytest.approx(total / count, rel=1e-5)
     held_out = trainer.evaluate(related_rows().select(range(4)))
     assert held_out["eval_loss"] < found[0]  # the same rows, a step later, by the same loss
+
+
+def test_rows_that_are_packed_already_are_trained_as_they_are_or_refused(tmp_path):
+    options = {"max_length": 24, "max_steps": 1, "eval_strategy": "no", "train_sampling_strategy": "sequential"}
+    first, found, _ = run(tmp_path / "first", packing=True, **options)
+    again, same, _ = run(tmp_path / "again", packing=True, train_dataset=first.train_dataset, **options)
+    assert same == found
+    assert again.train_dataset["seq_lengths"] == first.train_dataset["seq_lengths"]
+    with pytest.raises(ConfigError, match="packed already"):
+        run(tmp_path / "off", train_dataset=first.train_dataset, **options)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trellium.data.prepare import PrepareOptions, prepare_dataset
 from trellium.data.samples import ReadTokens
+from trellium.errors import ConfigError
 from trellium.forest.packed_rows import pack_rows
 from trellium.models.scoring import ScoreOutput
 from trellium.ops import losses
@@ -88,6 +89,12 @@ class SFTTrainer(BaseTrainer):
         args = self.args
         packs = args.packing if name == "train" else args.packs_evaluation
         cuts = not packs or args.packing_strategy == "bfd"  # the others split what is longer
+        packed = "seq_lengths" in (dataset.column_names or ())
+        if packed and not packs:
+            raise ConfigError(
+                f"{name}: the rows are packed already (they have seq_lengths), but packing is off. Set packing=True to train them as they are, or give the "
+                "rows before they were packed."
+            )
         common = self.preparation(name)
         if not cuts:
             common |= {"max_length": None, "limits": replace(self.token_limits, positions=None)}
@@ -97,11 +104,11 @@ class SFTTrainer(BaseTrainer):
             assistant_only_loss=args.assistant_only_loss,
             dataset_text_field=args.dataset_text_field,
             formatting_func=self._formatting_func,
-            skip_prepare=args.skip_prepare_dataset,
+            skip_prepare=packed or args.skip_prepare_dataset,
             **common,
         )
         prepared = prepare_dataset(dataset, self.processing_class, options)
-        if packs and "seq_lengths" not in (prepared.column_names or ()):
+        if packs and not packed:
             if args.shuffle_dataset:
                 prepared = prepared.shuffle(seed=args.seed)
             prepared = pack_rows(prepared, args.max_length, args.packing_strategy, name=name)
