@@ -64,6 +64,20 @@ def test_accumulated_micro_batches_train_as_one_batch_the_last_of_an_epoch_inclu
         torch.testing.assert_close(weight, weights[0], rtol=1e-4, atol=1e-5)
 
 
+def test_metrics_do_not_depend_on_which_tokens_rows_share(tmp_path):
+    """Rows that begin alike share tokens, and each of them counts in the means."""
+    rows = Dataset.from_list([{"text": f"the cat sat on a mat {word}"} for word in ("and", "near", "over it", "")])
+    found = []
+    for layout in ("padded", "packed", "shared"):
+        trainer = make("sft", tmp_path, rows, layout=layout, max_steps=2)
+        trainer.train()
+        found.append([logged(trainer, name) for name in ("loss", "entropy", "mean_token_accuracy")])
+    assert max(logged(trainer, "packing_ratio")) > 1.5
+    for other in found[1:]:
+        for one, two in zip(other, found[0], strict=True):
+            assert one == pytest.approx(two, rel=1e-5)
+
+
 # ---- judged completions
 
 
