@@ -136,6 +136,14 @@ def test_sequences_of_one_row_are_told_by_their_places(tmp_path, caplog):
     assert f"row 0, token 0: {first}\n  micro-batch 0, row 0, token 4: {second}" in caplog.text
 
 
+def test_rows_that_only_fill_a_planned_shape_are_not_told(tmp_path, caplog):
+    batches = {"per_device_train_batch_size": 2, "max_steps": 2, "layout": "padded", "shapes": ["8"]}
+    trainer, _ = run(tmp_path, set(), train_dataset=rows({3}, 3), **batches)
+    trainer.train()
+    assert "micro-batch 0, row 0: " in caplog.text
+    assert "row 1: " not in caplog.text
+
+
 def test_many_rows_are_told_by_a_few(tmp_path, caplog):
     trainer, _ = run(tmp_path, {1}, steps=1, per_device_train_batch_size=11)
     trainer.train()

@@ -24,7 +24,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, cast
 
 import torch
@@ -269,7 +269,7 @@ def openings(batch: Mapping[str, Tensor], decode: Any) -> Iterator[str]:
     rows = zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), batch["real_tokens"].tolist(), strict=True)
     for row, (ids, positions, real) in enumerate(rows):
         starts = [place for place in range(real) if positions[place] == 0]
-        for start, end in zip(starts, [*starts[1:], real], strict=True):
+        for start, end in pairwise([*starts, real]):
             place = f", token {start}" if len(starts) > 1 else ""
             yield f"row {row}{place}: {decode(ids[start : min(end, start + TOKENS_TOLD)])}"
 
