@@ -60,7 +60,7 @@ def test_every_batch_keeps_the_laws_and_says_what_the_rows_say(rows, multiple):
     assert not batch.edge_weight[count:].any()
     for row, tokens in enumerate(rows):
         assert batch.input_ids[row, : len(tokens)].tolist() == [token for token, _ in tokens]
-        assert (batch.input_ids[row, len(tokens) :] == tokens[-1][0]).all()
+        assert (batch.input_ids[row, len(tokens) :] == tokens[0][0]).all()
 
 
 def test_padding_is_a_chain_of_its_own():

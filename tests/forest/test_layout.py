@@ -105,8 +105,8 @@ def test_a_batch_filled_up_to_a_shape_says_the_same_and_trains_nothing_more(give
     used = int(exact.real_tokens.sum())
     assert torch.equal(filled.input_ids[0, :used], exact.input_ids[0, :used])
     assert torch.equal(filled.subtree_end[0, :used], exact.subtree_end[0, :used])
-    assert (filled.input_ids[0, used:] == exact.input_ids[0, used - 1]).all()
-    assert (filled.input_ids[1:] == exact.input_ids[0, used - 1]).all()
+    assert (filled.input_ids[0, used:] == exact.input_ids[0, 0]).all()
+    assert (filled.input_ids[1:] == exact.input_ids[0, 0]).all()
     edges = exact.shape.edges
     assert torch.equal(filled.edge_target[:edges], exact.edge_target)
     assert not filled.edge_weight[edges:].any()

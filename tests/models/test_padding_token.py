@@ -116,3 +116,19 @@ def test_a_run_of_padded_rows_stays_finite_where_the_padding_token_is_all_zeros(
     )
     trainer.train()
     assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())
+
+
+def test_a_row_that_ends_with_the_padding_token_is_filled_with_what_has_an_embedding(tmp_path):
+    ending = [{"input_ids": [*ids, PAD], "labels": [*ids, PAD]} for ids in RAGGED]
+    trainer = tiny_trainer(
+        tmp_path,
+        gemma_3n(),
+        train_dataset=Dataset.from_list(ending),
+        layout="padded",
+        shapes=["24"],
+        gradient_checkpointing=False,
+        max_steps=1,
+    )
+    trainer.train()
+    assert "skipped_steps" not in trainer.state.log_history[0]
+    assert all(torch.isfinite(weight).all() for weight in trainer.model.parameters())

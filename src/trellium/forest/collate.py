@@ -37,7 +37,7 @@ class ForestCollator:
     """Collate prepared rows into the tensors of a `ForestBatch`.
 
     Attributes:
-        pad_token_id: the token of idle batches; padding itself repeats the last token of its row.
+        pad_token_id: the token of idle batches; padding itself repeats the first token of its row.
         pad_to_multiple_of: round row length and number of edges up to a multiple of this; None for no rounding. Read where nothing is planned.
         plan: the shapes a batch may have.
         evaluation: whether the batches are of evaluation, whose planned shapes are others.

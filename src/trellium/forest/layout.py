@@ -3,7 +3,7 @@
 `trees` puts sequences that share a prefix into trees, each token once; `chains` puts one sequence a row. Both fill every field at once from the arrays of
 a trie: no Python per token. What is left of a row is a chain of its own that nobody trains.
 
-Padding repeats the last token of its row, not a token made for padding: nothing attends to it or learns from it, so its own gradient is exactly zero, but only
+Padding repeats the first token of its row, not a token made for padding: nothing attends to it or learns from it, so its own gradient is exactly zero, but only
 if the slopes along its way are finite. The embedding of a padding token is often all zeros, and there a model that takes a root of a magnitude (Gemma 3n) has
 an infinite one: zero times it is no number, in all weights. No token is needed that the embedding may not even hold.
 
@@ -125,8 +125,8 @@ def _lay(
     # Padding is a chain that starts where the trees end.
     position_ids = places - np.pad(used, (0, sizes.rows - len(used)))[:, None]
     subtree_end = np.full(real.shape, sizes.length, dtype=np.int64)
-    ends = np.pad(np.cumsum(used), (0, sizes.rows - len(used)), mode="edge")
-    input_ids = np.repeat(trie.token[ends - 1][:, None], sizes.length, axis=1)
+    begins = np.pad(np.cumsum(used) - used, (0, sizes.rows - len(used)), mode="edge")
+    input_ids = np.repeat(trie.token[begins][:, None], sizes.length, axis=1)
     input_ids[real], position_ids[real], subtree_end[real] = (
         trie.token,
         trie.depth,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from datasets.fingerprint import Hasher
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -32,7 +33,7 @@ from trellium.trainers.starting_point import model_of
 
 logger = logging.getLogger(__name__)
 
-_MOVED = "reference.pt"
+_MOVED = os.path.join("reference", "weights.safetensors")
 """Where a checkpoint keeps a reference that moves."""
 
 
@@ -135,7 +136,9 @@ class ReferencedTrainer(BaseTrainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.sync_ref_model and self.args.should_save:
             assert self.reference is not None
-            torch.save(self.reference.weights, os.path.join(output_dir, _MOVED))
+            weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.reference.weights.items()}
+            os.makedirs(os.path.dirname(os.path.join(output_dir, _MOVED)), exist_ok=True)
+            save_file(weights, os.path.join(output_dir, _MOVED))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -148,7 +151,7 @@ class ReferencedTrainer(BaseTrainer):
                 "%s has no %s: the reference goes on from where it stood before the run.", checkpoint, _MOVED
             )
             return
-        moved = torch.load(saved, map_location="cpu", weights_only=True)
+        moved = load_file(saved)
         for name, weights in self.reference.weights.items():
             weights.copy_(moved[name])
 
