@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.forest.random_trees import prefixes, token_lists
+from trellium.forest import trie as trie_module
 from trellium.forest.trie import Trie, build_trie, group_codes, prefix_order
 
 
@@ -19,11 +20,14 @@ def ways(trie: Trie) -> list[list[int]]:
     return [trie.path[begin:end].tolist() for begin, end in zip(trie.start[:-1], trie.start[1:], strict=True)]
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("compared", [1, 32])
+@settings(max_examples=200, deadline=None)
 @given(lists=token_lists(), data=st.data())
-def test_every_distinct_prefix_is_one_token_and_every_sequence_can_be_read_back(lists, data):
+def test_every_distinct_prefix_is_one_token_and_every_sequence_can_be_read_back(compared, lists, data):
     groups = data.draw(st.lists(st.integers(0, 1), min_size=len(lists), max_size=len(lists)))
-    trie = build_trie(arrays(lists), np.asarray(groups, dtype=np.int64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trie_module, "_FIRST_TOKENS", compared)
+        trie = build_trie(arrays(lists), np.asarray(groups, dtype=np.int64))
     assert len(trie) == len(prefixes(lists, groups)) == trie.prefixes.tokens
     seen: dict[int, tuple[int, ...]] = {}
     for tokens, group, way in zip(lists, groups, ways(trie), strict=True):
@@ -85,6 +89,33 @@ def test_tokens_that_are_no_ids_and_groups_that_do_not_match_are_refused():
         build_trie(arrays([[5, -100]]))
     with pytest.raises(ValueError, match=r"one number a sequence, \[2\], got \(1,\)"):
         prefix_order(arrays([[5], [6]]), np.zeros(1, dtype=np.int64))
+
+
+@pytest.mark.parametrize("compared", [1, 2, 32])
+@settings(max_examples=150, deadline=None)
+@given(lists=token_lists(most=12), data=st.data())
+def test_the_order_is_that_of_lists_and_equal_ones_stay_as_they_were_given(compared, lists, data):
+    groups = data.draw(st.lists(st.integers(0, 1), min_size=len(lists), max_size=len(lists)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trie_module, "_FIRST_TOKENS", compared)
+        patch.setattr(trie_module, "_CHECKED_TOKENS", compared)
+        found = prefix_order(arrays(lists), np.asarray(groups, dtype=np.int64))
+    assert found.order.tolist() == sorted(range(len(lists)), key=lambda which: (groups[which], lists[which]))
+
+
+def test_the_order_leaves_the_tokens_where_they_are(monkeypatch):
+    """Two thousand sequences of a thousand tokens, every four of them alike up to their 500th."""
+    random = np.random.default_rng(0)
+    flat = random.integers(0, 1000, (500, 4, 1000), dtype=np.int32)
+    flat[:, :, :500] = flat[:, :1, :500]
+    sequences = list(flat.reshape(2000, 1000))
+    monkeypatch.setattr(trie_module, "_CHECKED_TOKENS", 10_000)
+    tracemalloc.start()
+    found = prefix_order(sequences)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (np.sort(found.shared)[-1500:] >= 500).all()
+    assert peak < flat.nbytes / 4
 
 
 def test_memory_is_linear_in_the_tokens_however_deep_sequences_nest():
