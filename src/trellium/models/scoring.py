@@ -113,6 +113,7 @@ def _score(
     edge_weight: Tensor | None = None,
     real_tokens: Tensor | None = None,
     sequence_tokens: Tensor | None = None,
+    data_tokens: Tensor | None = None,
     **kwargs: Any,
 ) -> ScoreOutput:
     # PEFT and trainers name optional arguments of a plain call; None says nothing.
