@@ -11,7 +11,16 @@ from tests.forest.random_trees import prefixes, token_lists
 from trellium.data.sequence import Sequence
 from trellium.errors import ConfigError, DatasetError
 from trellium.forest.layout import check, trees
-from trellium.forest.packing import balance, best_fit_decreasing, pack_lengths, pack_prefixes, pack_sequences, pieces_of
+from trellium.forest.packing import (
+    _cut_tree,
+    _packed_pieces,
+    balance,
+    best_fit_decreasing,
+    pack_lengths,
+    pack_prefixes,
+    pack_sequences,
+    pieces_of,
+)
 from trellium.forest.trie import PrefixOrder
 
 LENGTHS = st.lists(st.integers(0, 30), max_size=40)
@@ -83,29 +92,63 @@ def test_sequences_that_share_a_prefix_share_rows_that_hold_their_trees(lists, c
         assert int(batch.real_tokens.sum()) == packing.tokens.sum()
 
 
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_a_tree_that_no_row_holds_is_cut_where_the_fewest_tokens_are_repeated(data):
-    """Against all ways to cut it."""
-    count = data.draw(st.integers(1, 8))
-    lengths = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+@st.composite
+def large_trees(draw):
+    """The lengths of a tree's sequences, what each shares with the one before it, and a row that holds each of them."""
+    count = draw(st.integers(1, 8))
+    lengths = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
     shared = [0]
     for before, here in itertools.pairwise(lengths):
-        shared.append(data.draw(st.integers(1, min(before, here))))
-    capacity = data.draw(st.integers(max(lengths), 14))
-    packing = pack_prefixes(PrefixOrder(np.arange(count), np.asarray(lengths), np.asarray(shared)), capacity)
+        shared.append(draw(st.integers(1, min(before, here))))
+    return lengths, shared, draw(st.integers(max(lengths), 14))
 
-    def tokens(cuts: tuple[int, ...]) -> list[int]:
-        bounds = itertools.pairwise([0, *cuts, count])
-        return [lengths[low] + sum(lengths[i] - shared[i] for i in range(low + 1, high)) for low, high in bounds]
 
-    ways = [tokens(cuts) for size in range(count) for cuts in itertools.combinations(range(1, count), size)]
-    least = min(sum(way) for way in ways if max(way) <= capacity)
-    of_row = [packing.sequence[low:high] for low, high in itertools.pairwise(packing.row_start.tolist())]
-    met = any(
-        (np.diff(np.sort(sequences)) > 1).any() for sequences in of_row
-    )  # two pieces of the tree in one row share again
-    assert packing.tokens.sum() <= least if met else packing.tokens.sum() == least
+def ways_to_cut(lengths, shared, capacity):
+    """The tokens of each piece, for every cut whose pieces fit."""
+    count = len(lengths)
+    for size in range(count):
+        for cuts in itertools.combinations(range(1, count), size):
+            bounds = itertools.pairwise([0, *cuts, count])
+            way = [lengths[low] + sum(lengths[i] - shared[i] for i in range(low + 1, high)) for low, high in bounds]
+            if max(way) <= capacity:
+                yield way
+
+
+@settings(max_examples=150, deadline=None)
+@given(tree=large_trees())
+def test_a_tree_that_no_row_holds_is_cut_to_the_fewest_tokens_or_the_fewest_pieces(tree):
+    """Against all ways to cut it."""
+    lengths, shared, capacity = tree
+    own = [length - common for length, common in zip(lengths, shared, strict=True)]
+    ways = [(sum(way), len(way)) for way in ways_to_cut(*tree)]
+    for fewest, order in (("tokens", (0, 1)), ("pieces", (1, 0))):
+        starts = _cut_tree(own, shared, capacity, fewest)
+        found = (sum(own) + sum(shared[start] for start in starts), len(starts))
+        assert [found[i] for i in order] == min([way[i] for i in order] for way in ways)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tree=large_trees())
+def test_a_cut_tree_takes_no_more_rows_than_its_fewest_pieces_or_its_fewest_tokens(tree):
+    lengths, shared, capacity = tree
+    packing = pack_prefixes(PrefixOrder(np.arange(len(lengths)), np.asarray(lengths), np.asarray(shared)), capacity)
+    ways = list(ways_to_cut(*tree))
+    assert packing.rows <= min(map(len, ways))
+    assert packing.rows <= max(len(loads_one_by_one(way, capacity)) for way in ways if sum(way) == min(map(sum, ways)))
+    assert packing.cut_trees == (sum(lengths) - sum(shared) > capacity)
+
+
+def test_groups_behind_one_system_prompt_take_fewer_rows_than_with_the_fewest_tokens():
+    """A thousand groups of four behind a prompt of 200 tokens: cut between groups, pieces leave much of each row empty."""
+    shared = np.tile([200, 700, 700, 700], 1000)
+    shared[0] = 0
+    lengths = 700 + np.random.default_rng(0).integers(50, 900, 4000)
+    prefixes = PrefixOrder(np.arange(4000), lengths, shared)
+    packing, by_tokens = pack_prefixes(prefixes, 8192), _packed_pieces(prefixes, 8192, "tokens")
+    assert packing.rows < 0.95 * by_tokens.rows
+    assert packing.tokens.sum() >= by_tokens.tokens.sum() >= prefixes.tokens
+    assert packing.cut_trees == 1
+    assert "1 trees cut" in str(packing)
 
 
 def test_rows_are_full_where_short_sequences_are_among_the_long_ones():

@@ -5,8 +5,9 @@ sequences of equal length, so both move in bulk: as many of a length as the full
 finishes a length; a million sequences take a second or two, for any capacity. The bound is that of Johnson 1974, at most 11/9 of the best plus one;
 in practice, with short sequences among the long ones, rows are full to a few tokens.
 
-Sequences that share a prefix belong together: `pack_sequences` first cuts trees that no row holds into pieces, with the least tokens repeated
-(exactly, by dynamic programming over the depth-first order), then packs trees and pieces as they are. `bfd`, `bfd_split` and `wrapped` are TRL's
+Sequences that share a prefix belong together: `pack_sequences` first cuts trees that no row holds into pieces, exactly, by dynamic programming over
+the depth-first order, then packs trees and pieces as they are. The cut that repeats the fewest tokens may leave pieces that fit no row well, and the one
+with the fewest pieces may repeat more than it must: both are tried, and the one that takes fewer rows is kept. `bfd`, `bfd_split` and `wrapped` are TRL's
 meanings, except that rows span the whole set, not a thousand sequences each, and that what is cut or dropped is told.
 """
 
@@ -26,6 +27,7 @@ from trellium.errors import ConfigError, DatasetError
 from trellium.forest.trie import PrefixOrder, group_codes, prefix_order
 
 Strategy = Literal["bfd", "bfd_split", "wrapped"]
+Fewest = Literal["tokens", "pieces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Packing:
         cut_sequences: how many sequences lost some of their tokens to that.
         split_sequences: how many lie in more than one piece, so that the later ones no longer see the earlier ones.
         dropped_sequences: how many had no tokens.
+        cut_trees: how many trees of shared prefixes lie in more than one piece, because no row holds them.
     """
 
     sequence: np.ndarray
@@ -56,6 +59,7 @@ class Packing:
     cut_sequences: int = 0
     split_sequences: int = 0
     dropped_sequences: int = 0
+    cut_trees: int = 0
 
     @property
     def rows(self) -> int:
@@ -83,6 +87,7 @@ class Packing:
             f"{self.cut_tokens:,} tokens of {self.cut_sequences:,} sequences cut" if self.cut_tokens else "",
             f"{self.split_sequences:,} sequences split" if self.split_sequences else "",
             f"{self.dropped_sequences:,} empty sequences dropped" if self.dropped_sequences else "",
+            f"{self.cut_trees:,} trees cut" if self.cut_trees else "",
         ]
         return "; ".join(
             [
@@ -158,7 +163,18 @@ def pack_prefixes(prefixes: PrefixOrder, capacity: int) -> Packing:
             f"sequence {int(prefixes.order[wrong[0]])} has {int(prefixes.lengths[wrong[0]])} tokens: a row takes 1 to {capacity}. "
             "Cut or drop it before, or plan longer rows."
         )
-    starts = _cut_trees(prefixes.lengths, prefixes.shared, capacity)
+    packed = _packed_pieces(prefixes, capacity, "tokens")
+    if not packed.cut_trees:
+        return packed
+    return min(
+        packed,
+        _packed_pieces(prefixes, capacity, "pieces"),
+        key=lambda packing: (packing.rows, int(packing.tokens.sum())),
+    )
+
+
+def _packed_pieces(prefixes: PrefixOrder, capacity: int, fewest: Fewest) -> Packing:
+    starts = _cut_trees(prefixes.lengths, prefixes.shared, capacity, fewest)
     shared = prefixes.shared.copy()
     shared[starts] = 0
     own = prefixes.lengths - shared
@@ -169,7 +185,10 @@ def pack_prefixes(prefixes: PrefixOrder, capacity: int) -> Packing:
     tokens = np.bincount(row, own, minlength=packing.rows).astype(np.int64)
     for meeting, common in _meetings(prefixes.shared, starts, row):
         tokens[meeting] -= common
-    return replace(packing, tokens=tokens)
+    cut = (prefixes.shared[starts] > 0).astype(np.int64)  # pieces that are not the first of their tree
+    first_of_tree = np.flatnonzero(cut == 0)
+    cut_trees = int((np.add.reduceat(cut, first_of_tree) > 0).sum()) if len(starts) else 0
+    return replace(packing, tokens=tokens, cut_trees=cut_trees)
 
 
 def _meetings(shared: np.ndarray, starts: np.ndarray, row: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -316,8 +335,9 @@ def _gathered(row: np.ndarray, sequence: np.ndarray, begin: np.ndarray, end: np.
     return Packing(sequence[by_row], begin[by_row], end[by_row], row_start, tokens, capacity)
 
 
-def _cut_trees(lengths: np.ndarray, shared: np.ndarray, capacity: int) -> np.ndarray:
-    """Where pieces begin in the depth-first order, such that each fits a row and the fewest tokens are repeated, then the fewest pieces are made.
+def _cut_trees(lengths: np.ndarray, shared: np.ndarray, capacity: int, fewest: Fewest) -> np.ndarray:
+    """Where pieces begin in the depth-first order, such that each fits a row and the fewest tokens are repeated, or the fewest pieces made; of those
+    the one with the fewest of the other.
 
     A piece that begins at `i` repeats `shared[i]` tokens; up to `j` it holds `shared[i]` and the own tokens of `i … j`. What holds fewer sequences holds
     fewer tokens, so the beginnings that fit up to `j` are a window that only moves on, and its best is at the head of a queue: O(n) for a tree. A tree
@@ -330,19 +350,20 @@ def _cut_trees(lengths: np.ndarray, shared: np.ndarray, capacity: int) -> np.nda
     for tree in np.flatnonzero(sizes > capacity).tolist():
         low = int(trees[tree])
         high = int(trees[tree + 1]) if tree + 1 < len(trees) else len(own)
-        starts.append(low + np.asarray(_cut_tree(own[low:high].tolist(), shared[low:high].tolist(), capacity)))
+        starts.append(low + np.asarray(_cut_tree(own[low:high].tolist(), shared[low:high].tolist(), capacity, fewest)))
     return np.unique(np.concatenate(starts))
 
 
-def _cut_tree(own: list[int], shared: list[int], capacity: int) -> list[int]:
-    """Where the pieces of one tree begin: the least (tokens repeated, pieces)."""
+def _cut_tree(own: list[int], shared: list[int], capacity: int, fewest: Fewest) -> list[int]:
+    """Where the pieces of one tree begin: the least (tokens repeated, pieces), or (pieces, tokens repeated)."""
     best = [(0, 0)]  # to have cut the first j sequences
     came_from = [0]
     queue: deque[tuple[tuple[int, int], int]] = deque()  # beginnings that fit, their costs ascending
     laid = [0]  # own tokens of the first j
     for j, tokens in enumerate(own):
         laid.append(laid[-1] + tokens)
-        cost = (best[j][0] + shared[j], best[j][1] + 1)
+        more = (shared[j], 1) if fewest == "tokens" else (1, shared[j])
+        cost = (best[j][0] + more[0], best[j][1] + more[1])
         while queue and queue[-1][0] >= cost:
             queue.pop()
         queue.append((cost, j))
