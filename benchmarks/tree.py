@@ -1,14 +1,25 @@
-"""What a shared prefix is worth: forward and backward of one group of sequences, as rows of their own, packed, and as a forest.
+"""What tokens shared are worth: forward and backward of a small Qwen3 over groups of sequences, each group laid out in several ways.
 
-A small Qwen3 of random weights on groups of sequences that begin with one prompt: some thousand tokens, with as many equally long completions as give the
-packing ratio asked for (tokens of the sequences ÷ tokens of the forest). The sequences of a group are equally long, so rows of their own have no padding and
-its absence is no gain here: `separate rows` is what a trainer without shared prefixes does at its best, one row a sequence, with PyTorch's causal attention.
-All forms have the same trained edges and give the same loss. Times are taken in turns within one process, the best of several; on a machine that is not idle
-read the column of CPU seconds.
+- `separate`: a row a sequence, scaled-dot-product attention, causal: what synchronous trainers do. `packed`: the sequences behind one another in one row,
+  nothing shared, by Trellium's attention. `forest`: each shared token once. The compiled ones run on the emulated device, block by block.
+- All sequences of a group are equally long: rows have no padding, every way does the same work, and what padding costs is counted nowhere. Causal attention
+  without a mask is the fastest that separate rows can have; a trainer that pads passes a mask and is slower.
+- Completions are trained, prompts are not, so every way scores the same edges; of 256 tokens, which costs next to nothing: what scores cost is measured by
+  `benchmarks/head.py`.
+- The packing ratio is sequence tokens ÷ forest tokens. Attention shares less than that: completions that share a prompt each ask all of its tokens. Work
+  falls by less than the ratio, then, and by how much depends on attention's share of it: at 2,548 tokens 5 % in a Qwen3-8B and 4 % in a Qwen3-14B. The model
+  `proportioned` has 4 % in two layers of 768; in six layers of 384, `narrow`, it is 36 %. `of work` is what the operations of the layers and of attention allow.
+- A forest can be faster than that: the system maps large tensors anew each time, a page fault for every 4 KiB, and a forest's are smaller. At 3.37 separate
+  rows take two million faults a step, 3.5 of 21.7 seconds, and the forest a fifth of that. `user` is the speed-up without the system's seconds.
 
-    python benchmarks/tree.py [--repeats 3] [--compiled] [--json benchmarks/results/tree.json]
+Every way in turn, round by round in one process; speed-ups are of the seconds that processors were busy, summed over threads, so that what else the machine
+does counts little; the best round counts, and the clock's seconds stand beside it. A way that is compiled is also compared with separate rows compiled.
+Memory is what the resident set grew by at its highest during a step, gradients of the weights there before; each in a process of its own.
+Published for TRL 1.16's asynchronous GRPO: 1.90 times at a ratio of 2.29, 2.97 at 3.37 (0.83 and 0.88 of the ratio), on CUDA with FlashAttention-3.
 
-Takes about ten minutes on two cores; `--compiled` adds the forest as graphs of the `neuron` device, block by block, and some minutes of compiling.
+    python benchmarks/tree.py [--models proportioned] [--layers 2] [--rounds 3] [--cases 2.29 3.37] [--json benchmarks/results/tree.json]
+
+Takes some forty minutes on two quiet cores, and 6 GB for the separate rows; `--layers 2` half of both.
 """
 
 from __future__ import annotations
@@ -17,191 +28,267 @@ import argparse
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait are not busy
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from trellium.data.sequence import Sequence
+from trellium.forest.batch import ForestBatch
+from trellium.forest.layout import chains, trees
+from trellium.models.attention import let_read_forests
+from trellium.models.blocks import compile_blocks
+from trellium.models.scoring import install_scores
 
 RESULTS = Path(__file__).parent / "results" / "tree.json"
-FORMS = ("separate rows", "separate packed", "forest")
-VOCABULARY = 512
-"""Small, because the head is the same work in every form and would hide the trees."""
+VOCABULARY = 256
+HEAD = 64
+ROWS = 8
+"""Separate rows of a call, TRL's default for a device; more are accumulated."""
+MEMORY_CASE = "3.37"
+TARGETS = {"1": 0.99, "2.29": 0.97, "3.37": 0.97, "3.37, ragged": 0.97, "8": 0.95}
+WAYS = ("separate", "packed", "forest", "separate, compiled", "forest, compiled")
+PUBLISHED = {"2.29": 1.90, "3.37": 2.97, "source": "TRL 1.16, asynchronous GRPO, CUDA, FlashAttention-3"}
 
 
 @dataclass(frozen=True)
-class Group:
-    """A prompt of `prompt` tokens with `completions` completions of `length` each."""
+class Case:
+    """`shared[i]` is how many of its first tokens sequence `i` has from the one before it; all are `length` tokens long."""
 
-    prompt: int
-    completions: int
     length: int
+    shared: tuple[int, ...]
 
-    @property
-    def ratio(self) -> float:
-        """Tokens of the sequences ÷ tokens of the forest."""
-        return self.completions * (self.prompt + self.length) / (self.prompt + self.completions * self.length)
+    def sequences(self) -> list[Sequence]:
+        """Random tokens; those that are a sequence's own are trained."""
+        random = np.random.default_rng(0)
+        made: list[Sequence] = []
+        for shared in self.shared:
+            tokens = random.integers(0, VOCABULARY, self.length)
+            if made:
+                before = made[-1].input_ids
+                tokens[:shared] = before[:shared]
+                tokens[shared] = (before[shared] + 1) % VOCABULARY  # no more is shared by accident
+            place = np.arange(self.length)
+            made.append(Sequence(tokens, place >= max(shared or self.shared[-1], 1)))
+        return made
 
 
-GROUPS = {
-    "1": Group(0, 4, 1024),
-    "2.29": Group(2048, 4, 680),
-    "3.37": Group(2048, 6, 379),
-    "8": Group(3072, 16, 219),
+CASES = {
+    "1": Case(2048, (0,) * 3),
+    "2.29": Case(2727, (0,) + (2048,) * 3),
+    "3.37": Case(2548, (0,) + (2048,) * 7),
+    # branches of branches, no two leaves alike
+    "3.37, ragged": Case(2548, (0, 2180, 1730, 2310, 1950, 2420, 1580, 2168)),
+    "8": Case(2194, (0,) + (2048,) * 15),
 }
 
 
-def model_of(device: str) -> Any:
-    """The model, ready to score and to read trees."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a Qwen3 with heads of 64."""
 
-    from trellium.models.scoring import install_scores
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    key_heads: int
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True,
-    )  # fmt: skip
-    return install_scores(Qwen3ForCausalLM(config)).to(device)
+    def make(self, way: str) -> PreTrainedModel:
+        """The same weights for every way."""
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=VOCABULARY, hidden_size=self.hidden, intermediate_size=self.intermediate, num_hidden_layers=self.layers,
+            num_attention_heads=self.heads, num_key_value_heads=self.key_heads, head_dim=HEAD, max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+        model = install_scores(Qwen3ForCausalLM(config))
+        if not way.startswith("separate"):
+            let_read_forests(model)
+        if way.endswith("compiled"):
+            model.to("neuron")
+            compile_blocks(model, backend="neuron", dynamic=False)
+        return model
 
-
-def batch_of(group: Group, form: str) -> dict:
-    """The group's sequences in one form; completions are trained."""
-    import numpy as np
-
-    from trellium.data.samples import after_prompt
-    from trellium.forest.layout import chains, trees
-
-    draw = np.random.default_rng(0)
-    prompt = draw.integers(2, VOCABULARY, group.prompt)
-    sequences = [after_prompt(prompt, draw.integers(2, VOCABULARY, group.length)) for _ in range(group.completions)]
-    if form == "separate rows":
-        return chains(sequences).tensors()
-    apart = range(len(sequences)) if form == "separate packed" else None
-    return trees(sequences, [0] * len(sequences), groups=apart).tensors()
-
-
-def step(model: Any, batch: dict) -> float:
-    """A forward and a backward; the loss."""
-    loss = model(**batch, score_outputs=("logprob",), fused_loss="nll").loss_sum / batch["edge_weight"].sum()
-    loss.backward()
-    for parameter in model.parameters():
-        parameter.grad = None
-    return float(loss.detach())
+    def operations(self, case: Case, *, shared: bool) -> float:
+        """Of a layer's products in a forward pass: with its weights for every token, and with keys and values for every pair of a token and one it sees."""
+        own = [case.length - (common if shared else 0) for common in case.shared]
+        pairs = sum(tokens * (case.length - tokens) + tokens * (tokens + 1) / 2 for tokens in own)
+        weights = 2 * self.hidden * HEAD * (self.heads + self.key_heads) + 3 * self.hidden * self.intermediate
+        return 2 * weights * sum(own) + 4 * self.heads * HEAD * pairs
 
 
-def measure(name: str, repeats: int, compiled: bool) -> dict:
-    """All forms of one group, in turns."""
-    import torch
+MODELS = {"proportioned": Model(2, 768, 3072, 2, 1), "narrow": Model(6, 384, 1152, 6, 2)}
 
-    from trellium.models.attention import let_read_forests
-    from trellium.models.blocks import compile_blocks
 
-    group = GROUPS[name]
-    separate, reading = model_of("cpu"), model_of("cpu")
-    let_read_forests(reading)
-    runs = {form: (separate if form == "separate rows" else reading, batch_of(group, form)) for form in FORMS}
-    if compiled:
-        model = model_of("neuron")
-        let_read_forests(model)
-        compile_blocks(model, backend="neuron", mode=None, dynamic=False)
-        runs["forest, compiled"] = (
-            model,
-            {key: value.to("neuron") for key, value in batch_of(group, "forest").items()},
-        )
-        step(*runs["forest, compiled"])
-    seconds: dict[str, list] = {form: [] for form in runs}
-    losses = {}
-    for _ in range(repeats + 1):  # the first of each warms up
-        for form, (model, batch) in runs.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            losses[form] = step(model, batch)
-            seconds[form].append((time.perf_counter() - wall, time.process_time() - cpu))
-    best = {form: [min(column) for column in zip(*times[1:], strict=True)] for form, times in seconds.items()}
-    plain = best["separate rows"]
+def batches_of(sequences: list[Sequence], way: str) -> list[ForestBatch]:
+    """A group as the calls of one step."""
+    if way.startswith("separate"):
+        parts = [sequences[begin : begin + ROWS] for begin in range(0, len(sequences), ROWS)]
+        return [chains(part) for part in parts]
+    apart = list(range(len(sequences))) if way == "packed" else None
+    return [trees(sequences, [0] * len(sequences), groups=apart)]
+
+
+def step_of(model: PreTrainedModel, batches: list[ForestBatch]) -> Callable[[], float]:
+    """Forward and backward of a group; gives the loss, and adds to the gradients."""
+    calls = [{name: tensor.to(model.device) for name, tensor in batch.tensors().items()} for batch in batches]
+
+    def step() -> float:
+        total = 0.0
+        for call in calls:
+            loss = model(**call, fused_loss="nll", score_outputs=()).loss_sum
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return step
+
+
+def measure_time(case: Case, model: Model, rounds: int) -> dict[str, dict[str, float]]:
+    """Best seconds of each way: of its processors, of those without the system's, and by the clock."""
+    sequences = case.sequences()
+    steps = {way: step_of(model.make(way), batches_of(sequences, way)) for way in WAYS}
+    losses = {way: step() for way, step in steps.items()}  # what is compiled and allocated once
+    if not np.allclose(list(losses.values()), losses["separate"], rtol=1e-5):
+        sys.exit(f"the ways do not compute the same loss: {losses}")
+    best = {way: dict.fromkeys(_seconds(), float("inf")) for way in WAYS}
+    for turn in range(rounds):
+        for way in WAYS if turn % 2 == 0 else reversed(WAYS):
+            before = _seconds()
+            steps[way]()
+            best[way] = {kind: min(best[way][kind], now - before[kind]) for kind, now in _seconds().items()}
+    return best
+
+
+def _seconds() -> dict[str, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {"busy": time.process_time(), "user": used.ru_utime, "clock": time.perf_counter()}
+
+
+def _resident(field: str) -> int:
+    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+
+
+def print_memory(way: str, sizes: Model) -> None:
+    """In a process of its own: by how many bytes the resident set grew at its highest."""
+    model = sizes.make(way)
+    sequences = CASES[MEMORY_CASE].sequences()
+    short = [Sequence(sequence.input_ids[:64], sequence.trained[-64:]) for sequence in sequences[:1]]
+    # What is loaded and allocated once: the libraries, the gradients, and for a compiled way its graph, which holds for one shape.
+    step = step_of(model, batches_of(sequences, way))
+    (step if way.endswith("compiled") else step_of(model, batches_of(short, way)))()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    step()
+    print(_resident("VmHWM") - before)
+
+
+def measure_memory(way: str, name: str, layers: int) -> float:
+    """MiB above weights, gradients and batch."""
+    arguments = [sys.executable, __file__, "--memory-of", way, "--models", name, "--layers", str(layers)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed tensors leave the resident set
+    done = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return int(done.stdout) / 2**20
+
+
+def measure(name: str, model: Model, rounds: int) -> dict:
+    """One case: its ratio, and what every way takes."""
+    case = CASES[name]
+    tokens = case.length * len(case.shared)
+    ratio = tokens / (tokens - sum(case.shared))
+    seconds = measure_time(case, model, rounds)
+    ways = {}
+    for way in WAYS:
+        shares = ratio if way.startswith("forest") else 1.0
+        speed_up = seconds["separate"]["busy"] / seconds[way]["busy"]
+        row = {
+            "busy_seconds": round(seconds[way]["busy"], 3),
+            "clock_seconds": round(seconds[way]["clock"], 3),
+            "speed_up": round(speed_up, 3),
+            "speed_up_over_ratio": round(speed_up / shares, 3),
+            "user_speed_up": round(seconds["separate"]["user"] / seconds[way]["user"], 3),
+            "clock_speed_up": round(seconds["separate"]["clock"] / seconds[way]["clock"], 3),
+        }
+        if way.endswith("compiled"):
+            row["over_separate_compiled"] = round(seconds["separate, compiled"]["busy"] / seconds[way]["busy"], 3)
+        ways[way] = row
     return {
-        "ratio": round(group.ratio, 3),
-        "tokens": {form: batch["input_ids"].numel() for form, (_, batch) in runs.items()},
-        "threads": torch.get_num_threads(),
-        "losses": losses,
-        "forms": {
-            form: {
-                "seconds": round(wall, 3),
-                "cpu_seconds": round(cpu, 3),
-                "speed_up": round(plain[0] / wall, 3),
-                "cpu_speed_up": round(plain[1] / cpu, 3),
-                "of_the_ratio": round(plain[0] / wall / group.ratio, 3),
-                "cpu_of_the_ratio": round(plain[1] / cpu / group.ratio, 3),
-            }
-            for form, (wall, cpu) in best.items()
-        },
+        "ratio": round(ratio, 3),
+        "work_ratio": round(model.operations(case, shared=False) / model.operations(case, shared=True), 3),
+        "sequences": len(case.shared),
+        "length": case.length,
+        "forest_tokens": tokens - sum(case.shared),
+        "target_of_ratio": TARGETS[name],
+        "ways": ways,
     }
 
 
-def peak(name: str, form: str) -> float:
-    """MiB that a step of one form takes above the model, in this process."""
-    from trellium.models.attention import let_read_forests
-
-    model = model_of("cpu")
-    if form != "separate rows":
-        let_read_forests(model)
-    tiny = Group(8, 2, 8)
-    GROUPS["tiny"] = tiny
-    step(model, batch_of(tiny, form))
-    batch = batch_of(GROUPS[name], form)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step(model, batch)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-
-
-def in_a_process(*words: str) -> Any:
-    """What this script prints last, run by itself."""
-    done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(words)}: the run failed, see above")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def show(title: str, case: dict) -> None:
+    print(
+        f"\n{title}: {case['sequences']} sequences of {case['length']} tokens in {case['forest_tokens']}, ratio {case['ratio']}, "
+        f"of work {case['work_ratio']}; target {case['target_of_ratio']} of the ratio"
+    )
+    print(
+        f"{'way':<22}{'busy s':>9}{'clock s':>9}{'speed-up':>10}{'of ratio':>10}{'user':>10}{'by clock':>10}{'compiled':>10}"
+    )
+    for way, row in case["ways"].items():
+        print(
+            f"{way:<22}{row['busy_seconds']:>9.2f}{row['clock_seconds']:>9.2f}{row['speed_up']:>10.2f}{row['speed_up_over_ratio']:>10.3f}"
+            f"{row['user_speed_up']:>10.2f}{row['clock_speed_up']:>10.2f}{row.get('over_separate_compiled', ''):>10}",
+            flush=True,
+        )
 
 
 def main() -> None:
-    """Run all, print the table, write the JSON."""
+    """Run all, print the tables, write the JSON as far as it was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS), help="packing ratios")
-    parser.add_argument("--compiled", action="store_true", help="the forest as compiled graphs as well")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--layers", type=int, help="of every model, instead of its own; at least 2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(measure(options.measure, options.repeats, options.compiled)))
+    models = {name: replace(MODELS[name], layers=options.layers or MODELS[name].layers) for name in options.models}
+    if options.memory_of:
+        print_memory(options.memory_of, models[options.models[0]])
         return
-    if options.peak:
-        print(json.dumps(peak(*options.peak)))
-        return
-    results: dict = {"host": {"python": platform.python_version(), "cores": os.cpu_count()}, "groups": {}}
-    flags = [f"--repeats={options.repeats}", *(["--compiled"] if options.compiled else [])]
-    print(
-        f"{'ratio':>6} {'form':<18} {'tokens':>7} {'s':>8} {'CPU s':>8} {'speed-up':>9} {'÷ ratio':>8} {'CPU ÷ ratio':>12} {'peak MiB':>9}"
-    )
-    for name in options.groups:
-        found = in_a_process("--measure", name, *flags)
-        results["groups"][name] = found
-        for form, one in found["forms"].items():
-            one["peak_mib"] = round(in_a_process("--peak", name, form), 1) if form in FORMS else None
-            memory = f"{one['peak_mib']:.0f}" if one["peak_mib"] is not None else "-"
-            print(
-                f"{found['ratio']:>6.2f} {form:<18} {found['tokens'][form]:>7} {one['seconds']:>8.2f} {one['cpu_seconds']:>8.2f} {one['speed_up']:>9.2f} "
-                f"{one['of_the_ratio']:>8.2f} {one['cpu_of_the_ratio']:>12.2f} {memory:>9}",
-                flush=True,
-            )
-        spread = max(found["losses"].values()) - min(found["losses"].values())
-        print(f"       losses within {spread:.1e}")
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"Written to {options.json}")
+    result: dict = {
+        "host": {"python": platform.python_version(), "torch": torch.__version__, "threads": torch.get_num_threads()},
+        "published": PUBLISHED,
+        "models": {name: {"sizes": asdict(model), "cases": {}} for name, model in models.items()},
+    }
+    for name, model in models.items():
+        for case in options.cases:
+            found = result["models"][name]["cases"][case] = measure(case, model, options.rounds)
+            show(f"{name}, {case}", found)
+            write(result, options.json)
+        if MEMORY_CASE in options.cases:
+            memory = {way: round(measure_memory(way, name, model.layers), 1) for way in WAYS}
+            result["models"][name]["peak_mib"] = memory
+            show_memory(memory)
+            write(result, options.json)
+
+
+def show_memory(memory: dict[str, float]) -> None:
+    print(f"\nMiB above weights and gradients at {MEMORY_CASE}:")
+    for way, mib in memory.items():
+        print(f"{way:<22}{mib:>10.1f}   {memory['separate'] / mib:.2f} times less than separate rows")
+
+
+def write(result: dict, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
