@@ -31,6 +31,7 @@ from trellium.errors import ConfigError, DatasetError
 from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import ShapePlan
 from trellium.models.blocks import compile_blocks
+from trellium.models.linears import use_host_products
 from trellium.models.loading import load_model
 from trellium.models.reference import disable_dropout
 from trellium.models.scoring import install_scores
@@ -155,6 +156,8 @@ class BaseTrainer(MeteredTrainer):
                 f"{self.args.n_gpu} devices are visible to one process, which would replicate the model in threads and break exact normalisation. "
                 "Start one process a device with `accelerate launch` or `torchrun`, or show it one device."
             )
+        if self.args.device.type == "cpu":
+            use_host_products(self.model)
         if self._compiles_blocks:
             compile_blocks(
                 self.model,

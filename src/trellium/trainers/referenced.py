@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from trellium.errors import ConfigError
 from trellium.models.attention import let_read_forests
 from trellium.models.blocks import compile_blocks
+from trellium.models.linears import use_host_products
 from trellium.models.reference import ReferencePolicy
 from trellium.models.scoring import ScoreOutput
 from trellium.trainers.adapters import is_adapted
@@ -100,6 +101,8 @@ class ReferencedTrainer(BaseTrainer):
     def _ready(self, ref_model: Any) -> nn.Module:
         """A given reference, on the device, reading the layout that the policy reads."""
         reference = self.install(model_of(ref_model, self.args, self.load)).to(self.args.device)
+        if self.args.device.type == "cpu":
+            use_host_products(reference)
         if self.data_collator.layout != "padded":
             support = let_read_forests(reference)
             if support.reading == "chains":
