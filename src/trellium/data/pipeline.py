@@ -19,6 +19,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, List, Value
 
 from trellium.data.formats import RowFormat
+from trellium.data.images import undecoded
 from trellium.data.report import FATE_REASONS, Fate, PreparationReport, log_report, why_none_is_left
 from trellium.data.rows import place_of, read_number
 from trellium.data.token_checks import NO_LIMITS, TokenLimits
@@ -231,6 +232,8 @@ def encode_rows(rows: Rows, columns: Sequence[str], kind: RowKind, options: Pipe
     encode = EncodeRows(kind, keep, options.called, streaming=isinstance(rows, IterableDataset))
     read = list(dict.fromkeys((*kind.format.columns, *keep)))
     chosen = rows.select_columns(read)
+    if kind.format.images:
+        chosen = undecoded(chosen, kind.format.images)
     shared: dict[str, Any] = {
         "with_indices": True,
         "batched": True,

@@ -135,7 +135,12 @@ class ChatTemplate:
         return self._in_blocks(messages) if self._wants_blocks else messages
 
     def _in_blocks(self, messages: list[Message]) -> list[Message]:
-        return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+        return [
+            message
+            if isinstance(message["content"], list)
+            else {**message, "content": [{"type": "text", "text": message["content"]}]}
+            for message in messages
+        ]
 
     @functools.cached_property
     def _wants_json_arguments(self) -> bool | None:
@@ -178,6 +183,26 @@ class ChatTemplate:
             **(options or {}),
         )
         return list(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], dtype=bool)
+
+    def marked_spans(
+        self,
+        messages: list[Message],
+        *,
+        where: str,
+        tools: list[dict] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> list[Span]:
+        """Where in the rendering of a conversation lies what the template's own `{% generation %}` marks say the assistant wrote."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        _, [spans] = render_jinja_template(
+            conversations=[self._as_wanted(messages, where)],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **(options or {})},
+        )
+        return [(start, end) for start, end in spans]
 
     def is_marked(self, tools: list[dict] | None = None) -> bool:
         """Whether the template that serves a row with these tools has `{% generation %}` marks."""
@@ -282,7 +307,7 @@ class ChatTemplate:
             return None
         turn = upto[len(before) :]
         shared = next((turn[cut:] for cut in range(len(turn)) if text.startswith(turn[cut:], start)), "")
-        said = [message["content"].strip(), *_tool_names(message)]
+        said = [_text_of(message).strip(), *_tool_names(message)]
         return start + len(shared) if shared and any(said) and all(word in shared for word in said) else None
 
     def _pieces(self, text: str) -> list[str]:
@@ -305,6 +330,11 @@ def _with_json_arguments(value: dict[str, Any]) -> dict[str, Any]:
     if isinstance(value.get("arguments"), dict):
         changed["arguments"] = json.dumps(value["arguments"], ensure_ascii=False)
     return changed
+
+
+def _text_of(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)
 
 
 def _tool_names(message: Message) -> list[str]:

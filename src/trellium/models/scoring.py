@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 from trellium.errors import ModelError
 from trellium.models.attention import forest_arguments, forest_reading
 from trellium.models.forwards import has_second_forward, replace_forward
+from trellium.models.images import TOKEN_TYPES, other_arguments
 from trellium.ops.attention import rows_are_chains
 from trellium.ops.head import token_scores, weighted_nll
 
@@ -78,7 +79,8 @@ def install_scores(model: nn.Module) -> nn.Module:
 
     The scoring call takes the tensors of a `ForestBatch`, `score_outputs` (of `trellium.ops.head.OUTPUTS`), `temperature`, and `fused_loss` ("nll" or
     "dft"), with which it also returns `loss_sum` over `edge_weight`, its gradients already made (`trellium.ops.head.weighted_nll`): a product less than
-    a loss of the scores, which are then without gradients; `label_smoothing` goes with it. All by keyword. Rows must be single chains padded on the right, unless
+    a loss of the scores, which are then without gradients; `label_smoothing` goes with it. A vision-language model takes what its processor makes of
+    images (`pixel_values` …) too. All by keyword. Rows must be single chains padded on the right, unless
     `trellium.models.attention.let_read_forests` found that the model reads trees. It returns a `ScoreOutput`.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -93,6 +95,9 @@ def install_scores(model: nn.Module) -> nn.Module:
     transform = _head_transform(base)
     if not any(parameter.is_meta for parameter in head.parameters()):
         _measure_head(base, backbone, head, transform)
+    base._inputs_beside_text = tuple(
+        sorted(other_arguments(type(backbone)))
+    )  # a plain attribute: copied and pickled with the model
     replace_forward(base, "edge_position", _score)
     return model
 
@@ -118,6 +123,8 @@ def _score(
 ) -> ScoreOutput:
     # PEFT and trainers name optional arguments of a plain call; None says nothing.
     given = {name: value for name, value in kwargs.items() if value is not None}
+    backbone, head = _backbone(model), _head(model)
+    images = {name: given.pop(name) for name in model._inputs_beside_text if name in given}
     if given:
         prompt_learning = "past_key_values" in given or "inputs_embeds" in given
         raise ModelError(
@@ -130,10 +137,10 @@ def _score(
         )
     if input_ids is None or subtree_end is None:
         raise TypeError("a scoring call needs input_ids, subtree_end, edge_position and edge_target")
-    backbone, head = _backbone(model), _head(model)
     routers = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
     arguments: dict[str, Any] = {"output_router_logits": True} if routers else {}
-    reading = forest_reading(model)
+    # A model that is told which tokens are of images makes their attention and positions itself, a sequence a row.
+    reading = "chains" if images.keys() & set(TOKEN_TYPES) else forest_reading(model)
     if reading == "chains":
         if not torch.compiler.is_compiling():
             torch._assert_async(
@@ -145,7 +152,7 @@ def _score(
         raise TypeError("a scoring call of a model that reads forests needs position_ids")
     else:
         arguments |= forest_arguments(reading, subtree_end, position_ids, head.weight.dtype)
-    outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments)
+    outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments, **images)
     hidden = outputs.last_hidden_state
     transform = _head_transform(model)
     options: dict[str, Any] = {

@@ -78,13 +78,20 @@ def check_batch(batch: Any) -> None:
 
 
 def forest_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a batch that a model is called with.
+    """The fields of a batch that a model is called with, and what else it is given (`model_inputs`).
 
     Raises:
         ConfigError: it is not one of a forest.
     """
     check_batch(batch)
-    return {name: batch[name] for name in FOREST_FIELDS}
+    return {name: batch[name] for name in FOREST_FIELDS} | dict(batch.get("model_inputs", {}))
+
+
+def look_for_unused_parameters(args: Any) -> None:
+    """Let processes that train together look for parameters without a gradient, as a batch without an image leaves those that read images."""
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")  # which cannot be with it
+    if args.ddp_find_unused_parameters is None and not reentrant:
+        args.ddp_find_unused_parameters = True
 
 
 def _wants_forest(what: str) -> str:

@@ -22,21 +22,29 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from trellium.capabilities import capabilities
+from trellium.data.images import STORED_IMAGES, ImageInputs, ImageProcessor, tokenizer_in
 from trellium.data.samples import ReadTokens, RowReader
 from trellium.errors import ConfigError, DatasetError
 from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import ShapePlan
 from trellium.models.blocks import compile_blocks
+from trellium.models.images import image_arguments, text_model
 from trellium.models.linears import use_host_products
 from trellium.models.loading import load_model
 from trellium.models.reference import disable_dropout
 from trellium.models.scoring import install_scores
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
-from trellium.trainers.arguments import check_batch, check_collator, forest_fields, refuse_arguments
+from trellium.trainers.arguments import (
+    check_batch,
+    check_collator,
+    forest_fields,
+    look_for_unused_parameters,
+    refuse_arguments,
+)
 from trellium.trainers.base_config import BaseConfig
 from trellium.trainers.checkpoint_checks import check_same_model
 from trellium.trainers.checkpoints import (
@@ -55,10 +63,10 @@ from trellium.trainers.starting_point import (
     model_of,
     name_of,
     pad_token_id,
+    processing_of,
     set_chat_template,
     set_special_tokens,
     token_limits,
-    tokenizer_of,
 )
 from trellium.trainers.warm_up import ShapeWatch, warm_up
 
@@ -74,7 +82,7 @@ class BaseTrainer(MeteredTrainer):
         data_collator: from prepared rows to the tensors of a `ForestBatch`; None for one sequence a row.
         train_dataset: a `Dataset` or `IterableDataset` of raw or prepared rows.
         eval_dataset: one such, or a mapping of several.
-        processing_class: the tokenizer; None for the model's own.
+        processing_class: the tokenizer, or the processor of a model that reads images; None for the model's own.
         callbacks, optimizers, optimizer_cls_and_kwargs: as in `transformers.Trainer`.
         peft_config: train this adapter instead of the model.
         **others: TRL's arguments that are refused with the reason, and names that are not the trainer's, answered with where they belong.
@@ -104,7 +112,7 @@ class BaseTrainer(MeteredTrainer):
         data_collator: Callable[[list], dict[str, Tensor]] | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         callbacks: list | None = None,
         optimizers: tuple = (None, None),
         optimizer_cls_and_kwargs: tuple | None = None,
@@ -115,11 +123,11 @@ class BaseTrainer(MeteredTrainer):
         args = self._own_args(args, model)
         set_seed(args.seed)  # before an adapter's weights are drawn
         if processing_class is None:
-            processing_class = tokenizer_of(model, args)
+            processing_class = processing_of(model, args)
         model = wrap_with_adapter(self.install(model_of(model, args, self.load)), peft_config, args)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
-        set_special_tokens(processing_class, args)
+        set_special_tokens(tokenizer_in(processing_class), args)
         set_chat_template(processing_class, args)
         self._check_iterable(train_dataset, args)
         self.processing_class = processing_class
@@ -130,6 +138,7 @@ class BaseTrainer(MeteredTrainer):
             _keep_batches_apart(args)
         train_dataset = self._prepare(train_dataset, "train")
         eval_dataset = self._prepare(eval_dataset, "eval")
+        self.reads_images = any(map(_has_images, (train_dataset, *_sets(eval_dataset))))
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         self.plan: ShapePlan | None = None
         if data_collator is None:
@@ -160,7 +169,7 @@ class BaseTrainer(MeteredTrainer):
             use_host_products(self.model)
         if self._compiles_blocks:
             compile_blocks(
-                self.model,
+                text_model(self.model),  # images are as many as there are: what reads them is not compiled
                 backend=args.torch_compile_backend,
                 mode=args.torch_compile_mode,
                 dynamic=self._dynamic_shapes,
@@ -248,15 +257,26 @@ class BaseTrainer(MeteredTrainer):
                 "Dataset.from_list(rows) makes one of a list of dicts."
             )
         with self.args.main_process_first(desc=f"{name} dataset preparation"):
-            return self.prepare_dataset(dataset, name)
+            prepared = self.prepare_dataset(dataset, name)
+        if _has_images(prepared) and not getattr(self, "reads_images", True):
+            raise ConfigError(
+                f"{name}: the rows have images, and those the trainer was made with had none. Give it one dataset with images when it is made."
+            )
+        return prepared
 
     def _own_collator(self, model: nn.Module) -> ForestCollator:
         """From prepared rows to batches, in the layout that the model reads."""
         args, read = self.args, self.row_reader()
+        images = image_arguments(model) if self.reads_images else None
+        if images is not None:
+            look_for_unused_parameters(args)
         return ForestCollator(
-            pad_token_id(self.processing_class),
+            pad_token_id(tokenizer_in(self.processing_class)),
             args.row_multiple,
-            layout=layout_of(model, args.layout, packed_rows="seq_lengths" in read.columns),
+            layout=layout_of(model, args.layout, packed_rows="seq_lengths" in read.columns, images=images),
+            images=None
+            if images is None
+            else ImageInputs(ImageProcessor(self.processing_class), images.names, images.types),
             read=read,
             terms=self.needs_terms,
             columns=self.row_columns,
@@ -278,7 +298,12 @@ class BaseTrainer(MeteredTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         readers = (self.row_reader(), self.row_reader(evaluation=True))
-        self._signature_columns = [*self.row_columns, *{name: None for read in readers for name in read.columns}]
+        images = [STORED_IMAGES] if self.reads_images else []
+        self._signature_columns = [
+            *images,
+            *self.row_columns,
+            *{name: None for read in readers for name in read.columns},
+        ]
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
         """As in `transformers.Trainer`, which would evaluate the model around which `torch_compile` was put, and so what is not compiled."""
@@ -410,6 +435,14 @@ class BaseTrainer(MeteredTrainer):
         """Write a short README.md beside the weights: from what, by which method, how to load it."""
         folder = output_dir or self.args.output_dir
         write_model_card(folder, self.method, name_of(self.model), adapter=is_adapted(self.model))
+
+
+def _has_images(prepared: Any) -> bool:
+    return prepared is not None and STORED_IMAGES in (prepared.column_names or ())
+
+
+def _sets(datasets: Any) -> list:
+    return list(datasets.values()) if isinstance(datasets, Mapping) else [datasets]
 
 
 def _keep_batches_apart(args: BaseConfig) -> None:
