@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset, Features, List, concatenate_datasets
+from datasets import Image as ImageFeature
 from PIL import Image
 from transformers import (
     AutoConfig,
@@ -174,3 +177,72 @@ def picture(seed: int, *, width: int = 16, height: int = 16) -> Image.Image:
     """Coloured noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def _said(draw: random.Random, most: int = 6) -> str:
+    return " ".join(
+        draw.choice(["the", "cat", "sat", "on", "a", "red", "mat", "and", "saw", "it"])
+        for _ in range(draw.randint(1, most))
+    )
+
+
+def _pictures(index: int) -> list[Image.Image]:
+    """Two, one or none, of unequal sizes."""
+    return [picture(3 * index + each, width=16 + 8 * each) for each in range((2, 1, 0)[index % 3])]
+
+
+def _rows(count: int, make: Any) -> Dataset:
+    draw = random.Random(0)
+    features = Features({"images": List(ImageFeature())})
+    images = Dataset.from_dict({"images": [_pictures(index) for index in range(count)]}, features=features)
+    return concatenate_datasets([images, Dataset.from_list([make(draw, index) for index in range(count)])], axis=1)
+
+
+def _turn(role: str, content: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": content}]
+
+
+def message_rows(count: int = 12) -> Dataset:
+    """Conversations of two or four turns."""
+    return _rows(
+        count,
+        lambda draw, index: {
+            "messages": [
+                turn
+                for _ in range(1 + index % 2)
+                for turn in (*_turn("user", _said(draw)), *_turn("assistant", _said(draw)))
+            ]
+        },
+    )
+
+
+def completion_rows(count: int = 12) -> Dataset:
+    """A prompt and its completion, in messages."""
+    return _rows(
+        count,
+        lambda draw, index: {"prompt": _turn("user", _said(draw)), "completion": _turn("assistant", _said(draw))},
+    )
+
+
+def compared_rows(count: int = 12) -> Dataset:
+    """Preferences."""
+    return _rows(
+        count,
+        lambda draw, index: {
+            "prompt": _turn("user", _said(draw)),
+            "chosen": _turn("assistant", _said(draw)),
+            "rejected": _turn("assistant", _said(draw)),
+        },
+    )
+
+
+def judged_rows(count: int = 12) -> Dataset:
+    """Judged completions."""
+    return _rows(
+        count,
+        lambda draw, index: {
+            "prompt": _turn("user", _said(draw)),
+            "completion": _turn("assistant", _said(draw)),
+            "label": index % 2 == 0,
+        },
+    )
