@@ -64,7 +64,15 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(_SPECIAL[family], special_tokens=True)
     tokenizer.eos_token = "<|im_end|>"
-    return tokenizer
+    if family != "gemma3":
+        return tokenizer
+    names = dict(zip(("boi_token", "image_token", "eoi_token"), _SPECIAL[family], strict=True))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        eos_token=tokenizer.eos_token,
+        pad_token=tokenizer.pad_token,
+        extra_special_tokens=names,
+    )
 
 
 def tiny_processor(family: str) -> ProcessorMixin:
@@ -96,10 +104,6 @@ def tiny_processor(family: str) -> ProcessorMixin:
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
         from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
-        tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token = _SPECIAL["gemma3"]
-        for name in ("boi", "image", "eoi"):
-            token_id = tokenizer.convert_tokens_to_ids(getattr(tokenizer, f"{name}_token"))
-            setattr(tokenizer, f"{name}_token_id", token_id)
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
         return Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union
 from datasets import Features
 
 from trellium.data.formats import RowFormat
-from trellium.data.images import IMAGES, STORED_IMAGES, ImageProcessor, illustrate, tokenizer_in
+from trellium.data.images import IMAGE_IN_ANSWER, IMAGES, STORED_IMAGES, ImageProcessor, illustrate, tokenizer_in
 from trellium.data.pipeline import PipelineOptions, Row
 from trellium.data.rows import Asked, Content, rendering
 from trellium.data.templates import ChatTemplate
-from trellium.errors import ConfigError
+from trellium.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -139,7 +139,12 @@ class Encoder:
         self, row: Row, contents: tuple[Content, ...], asked: Asked, *, only_first: bool = False
     ) -> tuple[Content, ...]:
         """The contents of a row with places for its images, where rows have any; see `trellium.data.images.illustrate`."""
-        return contents if self.images is None else illustrate(row, contents, asked, only_first=only_first)
+        if self.images is None:
+            return contents
+        placeholder = self.images.processor.image_token
+        if only_first and any(isinstance(content, str) and placeholder in content for content in contents[1:]):
+            raise DatasetError(f"{asked['where']}: {IMAGE_IN_ANSWER}")
+        return illustrate(row, contents, asked, only_first=only_first)
 
     def cuts_image(self, whole: Sequence[int], left: Sequence[int]) -> bool:
         """Whether of the tokens of images in a sequence some are not in what is left of it."""

@@ -16,11 +16,11 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset, Image, IterableDataset, List
+from datasets import Dataset, Features, Image, IterableDataset, List
+from datasets.fingerprint import Hasher
 
 from trellium.data.conversion import prepare_multimodal_messages
 from trellium.data.formats import IMAGE_COLUMNS
@@ -42,6 +42,8 @@ IMAGES = List(Image(decode=False))
 Stored = dict[str, Any]
 """An image as it is kept: `bytes` and `path`, one of which may be None."""
 
+IMAGE_IN_ANSWER = "an answer holds an image. Of answers that are compared, only the prompt can have images."
+
 _PNG_MODES = ("1", "L", "LA", "RGB", "RGBA")
 
 
@@ -51,12 +53,19 @@ _PNG_MODES = ("1", "L", "LA", "RGB", "RGBA")
 def undecoded(rows: Dataset | IterableDataset, column: str) -> Dataset | IterableDataset:
     """The rows with the images of a column as they are stored; where a colour mode is asked for, or the column's type is not known, as they came."""
     kind = None if rows.features is None else rows.features.get(column)
-    if isinstance(kind, Image) and kind.decode and kind.mode is None:
-        return rows.cast_column(column, Image(decode=False))
-    inner = getattr(kind, "feature", kind[0] if isinstance(kind, list) else None)
-    if isinstance(inner, Image) and inner.decode and inner.mode is None:
-        return rows.cast_column(column, IMAGES)
-    return rows
+    if isinstance(kind, Image):
+        image, stored = kind, Image(decode=False)
+    else:
+        image, stored = getattr(kind, "feature", None), IMAGES
+    if not isinstance(image, Image) or not image.decode or image.mode is not None:
+        return rows
+    if isinstance(rows, IterableDataset):
+        return rows.cast_column(column, stored)
+    # Dataset.cast_column would write every list of images anew.
+    info = rows.info.copy()
+    info.features = Features({**rows.features, column: stored})
+    fingerprint = Hasher.hash((rows._fingerprint, column, "undecoded"))
+    return Dataset(rows.data, info=info, split=rows.split, indices_table=rows._indices, fingerprint=fingerprint)
 
 
 def read_images(row: Mapping[str, Any], where: str) -> list[Stored]:
@@ -201,13 +210,13 @@ class ImageProcessor:
             )
         return cls(processing)
 
-    @cached_property
+    @property
     def token_ids(self) -> np.ndarray:
-        """The tokens that stand for features of an image."""
+        """The tokens that stand for images."""
         return np.asarray([token for token in self.processor.image_token_ids if token is not None], dtype=np.int64)
 
     def count(self, ids: Sequence[int] | np.ndarray) -> int:
-        """How many features of images a sequence has a place for."""
+        """How many tokens of a sequence stand for images."""
         return int(np.isin(np.asarray(ids, dtype=np.int64), self.token_ids).sum())
 
     def encode(self, text: str, images: Sequence[Stored], where: str, *, whole: bool = True, **options: Any) -> Mapping:

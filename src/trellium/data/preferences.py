@@ -166,7 +166,7 @@ def encode_branches(
     """Prompts with their completions, as many in each row, to tokens.
 
     Raises:
-        DatasetError: messages without a prompt, for which no chat template writes a beginning.
+        DatasetError: messages without a prompt, for which no chat template writes a beginning; images that the answers do not share.
     """
     for (prompt, *_), asks in zip(contents, asked, strict=True):
         if encoder.conversational and not prompt:
@@ -179,7 +179,14 @@ def encode_branches(
         encoder.sequences([joined(content[0], content[branch]) for content in contents], asked)
         for branch in range(1, len(contents[0]))
     ]
-    return [Branches.split(prompt, of_row) for prompt, *of_row in zip(prompts, *wholes, strict=True)]
+    branches = [Branches.split(prompt, of_row) for prompt, *of_row in zip(prompts, *wholes, strict=True)]
+    for each, asks in zip(branches, asked, strict=True):
+        if any(encoder.cuts_image(sequence, each.prompt) for sequence in each.sequences):
+            raise DatasetError(
+                f"{asks['where']}: the chat template writes the prompt's images otherwise when an answer follows, so that the answers do not share them. "
+                "Set another template with chat_template_path."
+            )
+    return branches
 
 
 def tokens_asked(encoder: Encoder, row: Row, where: str) -> Asked:

@@ -87,13 +87,6 @@ def forest_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: batch[name] for name in FOREST_FIELDS} | dict(batch.get("model_inputs", {}))
 
 
-def look_for_unused_parameters(args: Any) -> None:
-    """Let processes that train together look for parameters without a gradient, as a batch without an image leaves those that read images."""
-    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")  # which cannot be with it
-    if args.ddp_find_unused_parameters is None and not reentrant:
-        args.ddp_find_unused_parameters = True
-
-
 def _wants_forest(what: str) -> str:
     return (
         f"{what}. It must return the tensors of a trellium.forest.batch.ForestBatch; leave data_collator out for the one that does, "

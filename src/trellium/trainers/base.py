@@ -26,25 +26,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from trellium.capabilities import capabilities
-from trellium.data.images import STORED_IMAGES, ImageInputs, ImageProcessor, tokenizer_in
+from trellium.data.images import STORED_IMAGES, tokenizer_in
 from trellium.data.samples import ReadTokens, RowReader
 from trellium.errors import ConfigError, DatasetError
 from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import ShapePlan
 from trellium.models.blocks import compile_blocks
-from trellium.models.images import image_arguments, text_model
+from trellium.models.images import text_model
 from trellium.models.linears import use_host_products
 from trellium.models.loading import load_model
 from trellium.models.reference import disable_dropout
 from trellium.models.scoring import install_scores
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
-from trellium.trainers.arguments import (
-    check_batch,
-    check_collator,
-    forest_fields,
-    look_for_unused_parameters,
-    refuse_arguments,
-)
+from trellium.trainers.arguments import check_batch, check_collator, forest_fields, refuse_arguments
 from trellium.trainers.base_config import BaseConfig
 from trellium.trainers.checkpoint_checks import check_same_model
 from trellium.trainers.checkpoints import (
@@ -54,6 +48,7 @@ from trellium.trainers.checkpoints import (
     warn_of_other_runs,
     write_model_card,
 )
+from trellium.trainers.images import check_later_rows, have_images, inputs_of_images, say_what_compiles
 from trellium.trainers.layouts import layout_of
 from trellium.trainers.metered import MeteredTrainer
 from trellium.trainers.mixture import RouterLoss
@@ -138,7 +133,7 @@ class BaseTrainer(MeteredTrainer):
             _keep_batches_apart(args)
         train_dataset = self._prepare(train_dataset, "train")
         eval_dataset = self._prepare(eval_dataset, "eval")
-        self.reads_images = any(map(_has_images, (train_dataset, *_sets(eval_dataset))))
+        self.reads_images = have_images(train_dataset, eval_dataset)
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         self.plan: ShapePlan | None = None
         if data_collator is None:
@@ -148,6 +143,8 @@ class BaseTrainer(MeteredTrainer):
         else:
             check_collator(data_collator, train_dataset)
         self._compiles_blocks = args.compiles_blocks(model)
+        if self.reads_images and args.torch_compile:
+            say_what_compiles(blocks=self._compiles_blocks)
         with refused_by_transformers("these options"):
             super().__init__(
                 model=model,
@@ -258,25 +255,20 @@ class BaseTrainer(MeteredTrainer):
             )
         with self.args.main_process_first(desc=f"{name} dataset preparation"):
             prepared = self.prepare_dataset(dataset, name)
-        if _has_images(prepared) and not getattr(self, "reads_images", True):
-            raise ConfigError(
-                f"{name}: the rows have images, and those the trainer was made with had none. Give it one dataset with images when it is made."
-            )
+        check_later_rows(prepared, name, getattr(self, "reads_images", True))
         return prepared
 
     def _own_collator(self, model: nn.Module) -> ForestCollator:
         """From prepared rows to batches, in the layout that the model reads."""
         args, read = self.args, self.row_reader()
-        images = image_arguments(model) if self.reads_images else None
-        if images is not None:
-            look_for_unused_parameters(args)
+        takes, images = None, None
+        if self.reads_images:
+            takes, images = inputs_of_images(model, self.processing_class, args)
         return ForestCollator(
             pad_token_id(tokenizer_in(self.processing_class)),
             args.row_multiple,
-            layout=layout_of(model, args.layout, packed_rows="seq_lengths" in read.columns, images=images),
-            images=None
-            if images is None
-            else ImageInputs(ImageProcessor(self.processing_class), images.names, images.types),
+            layout=layout_of(model, args.layout, packed_rows="seq_lengths" in read.columns, images=takes),
+            images=images,
             read=read,
             terms=self.needs_terms,
             columns=self.row_columns,
@@ -298,12 +290,12 @@ class BaseTrainer(MeteredTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         readers = (self.row_reader(), self.row_reader(evaluation=True))
-        images = [STORED_IMAGES] if self.reads_images else []
-        self._signature_columns = [
-            *images,
-            *self.row_columns,
-            *{name: None for read in readers for name in read.columns},
-        ]
+        columns = dict.fromkeys(name for read in readers for name in self.columns_of(read))
+        self._signature_columns = [*self.row_columns, *columns]
+
+    def columns_of(self, read: RowReader) -> list[str]:
+        """The columns that a batch is made of, but for those of numbers."""
+        return [*read.columns, *([STORED_IMAGES] if self.reads_images else [])]
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
         """As in `transformers.Trainer`, which would evaluate the model around which `torch_compile` was put, and so what is not compiled."""
@@ -434,15 +426,8 @@ class BaseTrainer(MeteredTrainer):
     def create_model_card(self, *args: Any, output_dir: str | None = None, **kwargs: Any) -> None:
         """Write a short README.md beside the weights: from what, by which method, how to load it."""
         folder = output_dir or self.args.output_dir
-        write_model_card(folder, self.method, name_of(self.model), adapter=is_adapted(self.model))
-
-
-def _has_images(prepared: Any) -> bool:
-    return prepared is not None and STORED_IMAGES in (prepared.column_names or ())
-
-
-def _sets(datasets: Any) -> list:
-    return list(datasets.values()) if isinstance(datasets, Mapping) else [datasets]
+        adapter, vision = is_adapted(self.model), self.reads_images
+        write_model_card(folder, self.method, name_of(self.model), adapter=adapter, vision=vision)
 
 
 def _keep_batches_apart(args: BaseConfig) -> None:

@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from trellium.errors import ConfigError
 from trellium.models.attention import let_read_forests
 from trellium.models.blocks import compile_blocks
+from trellium.models.images import text_model
 from trellium.models.linears import use_host_products
 from trellium.models.reference import ReferencePolicy
 from trellium.models.scoring import ScoreOutput
@@ -112,7 +113,7 @@ class ReferencedTrainer(BaseTrainer):
         args = self.args
         if self._compiles_blocks:
             compile_blocks(
-                reference,
+                text_model(reference),
                 backend=args.torch_compile_backend,
                 mode=args.torch_compile_mode,
                 dynamic=self._dynamic_shapes,
@@ -200,7 +201,7 @@ class ReferencedTrainer(BaseTrainer):
 
     def _reference_batches(self, dataset: Dataset, name: str) -> Iterator[dict[str, list[float]]]:
         size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
-        read = dataset.select_columns(list(self.row_reader().columns))
+        read = dataset.select_columns(self.columns_of(self.row_reader()))
         bar = tqdm(total=len(dataset), disable=self.args.disable_tqdm, desc=f"Reference scores of {name}", unit="row")
         with bar:
             for rows in read.iter(batch_size=size):
