@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.trainers.preference_runs import model_for
 from tests.trainers.tiny_runs import losses
 from trellium import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trellium.data.conversion import prepare_multimodal_messages
+from trellium.data.images import ImageProcessor
 from trellium.errors import ConfigError
 from trellium.models.tiny import tiny_model
 
@@ -154,8 +156,10 @@ def test_a_pair_trains_as_its_two_sequences_alone(tmp_path, family):
     assert_same_gradients(trainer.model, plain)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
-@pytest.mark.parametrize("family", IN_TREES)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("llava", "sft"), ("llava", "dpo"), pytest.param("llava", "kto", marks=pytest.mark.slow), ("idefics3", "dpo")],
+)
 def test_layouts_and_accumulation_change_nothing(tmp_path, family, method):
     options = {"loss_type": "apo_zero_unpaired"} if method == "kto" else {}
     curves = {}
@@ -247,7 +251,7 @@ def test_a_run_is_loaded_by_its_folder_with_its_processor(tmp_path, family):
         torch.testing.assert_close(parameter, dict(trainer.model.named_parameters())[name])
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_reference_may_be_asked_of_images_before_the_run(tmp_path, method):
     rows = ROWS[method](8)
     curves = []
@@ -313,7 +317,7 @@ def test_rows_with_images_are_read_as_a_stream(tmp_path):
     assert curves[1] == pytest.approx(curves[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
 def test_token_shapes_are_planned_and_what_reads_images_is_not_compiled(tmp_path, family, caplog):
     torch.compiler.reset()
     options = {"pad_to_multiple_of": 16, "shapes": ["128", "384"], "gradient_checkpointing": False}
@@ -338,6 +342,28 @@ def test_losses_on_an_accelerator_are_those_of_the_host(tmp_path, family):
         trainer.train()
         curves.append(losses(trainer))
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+class OtherKinds:
+    """A processor that tells of tokens a third kind."""
+
+    def __init__(self, processor):
+        self._processor = processor
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["_processor"], name)
+
+    def __call__(self, **arguments):
+        made = self._processor(**arguments)
+        made["token_type_ids"] = [[2] * len(types) for types in made["token_type_ids"]]
+        return made
+
+
+def test_a_processor_that_tells_more_of_tokens_than_text_or_image_is_refused(tmp_path):
+    trainer = trainer_for(tmp_path, "gemma3")
+    images = replace(trainer.data_collator.images, processor=ImageProcessor(OtherKinds(trainer.processing_class)))
+    with pytest.raises(ConfigError, match="OtherKinds makes token_type_ids of the tokens of a text"):
+        replace(trainer.data_collator, images=images)(list(trainer.train_dataset))
 
 
 def test_what_cannot_be_with_images_is_refused_when_the_trainer_is_made(tmp_path):

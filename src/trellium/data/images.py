@@ -310,9 +310,26 @@ class ImageInputs:
         import torch  # the data room is read without it
 
         made = self.processor.pixels(images)
+        self._check(made)
         tensors = {name: torch.as_tensor(made[name]) for name in self.names if name in made}
         if self.types:
-            tensors[self.types] = torch.from_numpy(
-                np.isin(input_ids.numpy(), self.processor.token_ids).astype(np.int64)
-            )
+            tensors[self.types] = torch.from_numpy(self._types(input_ids.numpy()))
         return tensors
+
+    def _types(self, ids: np.ndarray | list[int]) -> np.ndarray:
+        return np.isin(ids, self.processor.token_ids).astype(np.int64)
+
+    def _check(self, made: Mapping[str, Any]) -> None:
+        """Refuse a processor that tells more of tokens than which are of images."""
+        texts = made.get("input_ids", [])
+        told = made[self.types] if self.types in made else map(self._types, texts)
+        exact = all(np.array_equal(self._types(ids), types) for ids, types in zip(texts, told, strict=True))
+        # Tensors are of images; lists as long as the texts are of their tokens.
+        lists = {name: made[name] for name in self.names if isinstance(made.get(name), list)}
+        others = [name for name, rows in lists.items() if list(map(len, rows)) == list(map(len, texts))]
+        if others or not exact:
+            name = type(self.processor.processor).__name__
+            raise ConfigError(
+                f"{name} makes {', '.join(others) or self.types} of the tokens of a text, which says more of them than text or image. Images of its model "
+                "cannot be trained on here: leave them out with dataset.remove_columns([...])."
+            )
