@@ -173,7 +173,8 @@ def _without_images(message: Message) -> Message:
 
 def tokenizer_in(processing: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a processor, or a tokenizer itself."""
-    return processing.tokenizer if hasattr(processing, "image_processor") else processing
+    tokenizer = getattr(processing, "tokenizer", None)
+    return processing if tokenizer is None else tokenizer
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,11 @@ def open_rows(dataset: object, options: PipelineOptions) -> tuple[Rows, list[str
     return rows, list(rows.column_names or first), first
 
 
+def rows_at_once(format: RowFormat) -> int:
+    """How many rows are in memory together while they are prepared."""
+    return 64 if format.images else 1000
+
+
 def encode_rows(rows: Rows, columns: Sequence[str], kind: RowKind, options: PipelineOptions) -> Prepared:
     """The rows that are trained on, encoded, and the account of what was done, which is logged; no account for an `IterableDataset`.
 
@@ -237,6 +242,7 @@ def encode_rows(rows: Rows, columns: Sequence[str], kind: RowKind, options: Pipe
     shared: dict[str, Any] = {
         "with_indices": True,
         "batched": True,
+        "batch_size": rows_at_once(kind.format),
         "remove_columns": read,
         "features": encode.features,
     }
@@ -247,6 +253,7 @@ def encode_rows(rows: Rows, columns: Sequence[str], kind: RowKind, options: Pipe
         encode,
         num_proc=processes if processes > 1 and len(chosen) >= 2 * processes else None,
         desc=f"Tokenizing {options.name}",
+        writer_batch_size=rows_at_once(kind.format),
         **shared,
     )
     return _keep_trainable(encoded, chosen, options)

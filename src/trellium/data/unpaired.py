@@ -19,7 +19,17 @@ from datasets.fingerprint import Hasher
 from trellium.data.branches import Branches
 from trellium.data.encoding import Encoder, Processing
 from trellium.data.formats import RowFormat, detect_unpaired
-from trellium.data.pipeline import TOKENS, EncodedRow, PipelineOptions, Prepared, Row, Rows, encode_rows, open_rows
+from trellium.data.pipeline import (
+    TOKENS,
+    EncodedRow,
+    PipelineOptions,
+    Prepared,
+    Row,
+    Rows,
+    encode_rows,
+    open_rows,
+    rows_at_once,
+)
 from trellium.data.preferences import encode_branches, read_preferences, tokens_asked
 from trellium.data.rows import Asked, Content, read_contents, read_label, read_token_list
 from trellium.data.token_checks import TokenLimits
@@ -169,10 +179,11 @@ def prepare_unpaired_with_report(dataset: Rows, tokenizer: Processing, options: 
     kind = JudgedAnswers(Encoder.of(tokenizer, format, options), format, options.max_length, options.limits)
     answers, report = encode_rows(rows, columns, kind, options)
     features = Features({**(answers.features or {}), _MISMATCHED: TOKENS})
+    at_once = rows_at_once(format)
     paired: dict[str, Any] = {
         "with_indices": True,
         "batched": True,
-        "batch_size": options.together * -(-1000 // options.together),
+        "batch_size": options.together * -(-at_once // options.together),
         "features": features,
     }
     if isinstance(answers, IterableDataset):
@@ -182,5 +193,6 @@ def prepare_unpaired_with_report(dataset: Rows, tokenizer: Processing, options: 
         **paired,
         # Of the rows' own, which is short; the function holds all of them.
         new_fingerprint=Hasher.hash((answers._fingerprint, options.max_length, options.together, _MISMATCHED)),
+        writer_batch_size=at_once,
         desc=f"Pairing {options.name}",
     ), report
