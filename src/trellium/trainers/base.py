@@ -5,7 +5,7 @@ Everything else is here.
 
 The loss of an optimizer step is one sum divided by one number: what is counted over all of its micro-batches on all processes. So four micro-batches of one
 row give the gradient of one batch of four, whatever their lengths. Evaluation is one such sum over the whole held-out set. Logits
-are never made, so nothing that wants them (`compute_metrics`) can be given.
+are never made, unless `compute_metrics` asks evaluation for them (`trellium.trainers.predictions`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from trellium.trainers.checkpoints import (
     write_model_card,
 )
 from trellium.trainers.layouts import layout_of
-from trellium.trainers.metered import MeteredTrainer
 from trellium.trainers.mixture import RouterLoss
+from trellium.trainers.predictions import PredictingTrainer
 from trellium.trainers.resuming import refused_by_transformers
 from trellium.trainers.run_plan import plan_run
 from trellium.trainers.starting_point import (
@@ -64,7 +64,7 @@ from trellium.trainers.warm_up import ShapeWatch, warm_up
 logger = logging.getLogger(__name__)
 
 
-class BaseTrainer(MeteredTrainer):
+class BaseTrainer(PredictingTrainer):
     """The common base; use one of its subclasses.
 
     Args:
@@ -74,6 +74,7 @@ class BaseTrainer(MeteredTrainer):
         train_dataset: a `Dataset` or `IterableDataset` of raw or prepared rows.
         eval_dataset: one such, or a mapping of several.
         processing_class: the tokenizer; None for the model's own.
+        compute_metrics, preprocess_logits_for_metrics: as in `transformers.Trainer`, for evaluation, which makes logits only for them.
         callbacks, optimizers, optimizer_cls_and_kwargs: as in `transformers.Trainer`.
         peft_config: train this adapter instead of the model.
         **others: TRL's arguments that are refused with the reason, and names that are not the trainer's, answered with where they belong.
@@ -104,9 +105,11 @@ class BaseTrainer(MeteredTrainer):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable | None = None,
         callbacks: list | None = None,
         optimizers: tuple = (None, None),
         optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
         peft_config: Any = None,
         **others: Any,
     ) -> None:
@@ -123,6 +126,7 @@ class BaseTrainer(MeteredTrainer):
         self._check_iterable(train_dataset, args)
         self.processing_class = processing_class
         self.args = args
+        self.makes_predictions = compute_metrics is not None or preprocess_logits_for_metrics is not None
         self.token_limits = token_limits(model, args)
         streams = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
         if any(isinstance(part, IterableDataset) for part in streams):
@@ -149,7 +153,10 @@ class BaseTrainer(MeteredTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                compute_metrics=compute_metrics,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
+        self.say_what_predictions_cost()
         if self.args.n_gpu > 1:
             raise ConfigError(
                 f"{self.args.n_gpu} devices are visible to one process, which would replicate the model in threads and break exact normalisation. "
@@ -268,6 +275,7 @@ class BaseTrainer(MeteredTrainer):
         return replace(
             collator,
             evaluation=True,
+            layout="padded" if self.makes_predictions else collator.layout,
             strict=args.strict_shapes,
             read=self.row_reader(evaluation=True),
             batch_rows=collator.batch_rows and args.per_device_eval_batch_size,
@@ -321,19 +329,6 @@ class BaseTrainer(MeteredTrainer):
         fused = self.fused_loss if torch.is_grad_enabled() or smoothing else None
         return model(**fields, score_outputs=self.score_outputs, fused_loss=fused, label_smoothing=smoothing)
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[None, None, None]:
-        """Add a held-out batch to the sums of the evaluation; there is nothing to gather batch by batch."""
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            scores = self.score(model, inputs)
-            self._sinks["eval"].add_mean(
-                "loss", self.compute_scored_loss(scores, inputs, 1.0), self.count_items(inputs).flatten()[0]
-            )
-            self._record("eval", scores, inputs)
-        return None, None, None
-
     # ---- metrics ----
 
     def run_begins(self) -> None:
@@ -365,7 +360,7 @@ class BaseTrainer(MeteredTrainer):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """The metrics of a held-out set, which may be raw rows or prepared ones; its `predictions` are None, because logits are never made."""
+        """The metrics of a held-out set, which may be raw rows or prepared ones; its `predictions` are None unless `compute_metrics` or its like was given."""
         return super().predict(self._prepare(test_dataset, metric_key_prefix), ignore_keys, metric_key_prefix)
 
     # ---- checkpoints ----
