@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import ShapePlan
 from trellium.models.blocks import compile_blocks
 from trellium.models.loading import load_model
+from trellium.models.offloading import offloaded_activations
 from trellium.models.reference import disable_dropout
 from trellium.models.scoring import install_scores
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
@@ -302,6 +304,17 @@ class BaseTrainer(PredictingTrainer):
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.reduce(count, reduction="sum")
         return count
+
+    def offloading(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Where a step's passes run: with `activation_offloading`, what the backward pass reads waits on the host."""
+        if not self.args.activation_offloading or self.args.device.type == "cpu":
+            return nullcontext()
+        return offloaded_activations(model, exact_strides=self.args.torch_compile)
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """As in `transformers.Trainer`, with `activation_offloading`."""
+        with self.offloading(model):
+            return super().training_step(model, *args, **kwargs)
 
     def compute_loss(
         self,
