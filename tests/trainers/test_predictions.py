@@ -152,3 +152,21 @@ def test_a_collator_that_lays_several_sequences_into_a_row_is_refused_for_metric
     trainer.data_collator = lambda rows: packed(rows)
     with pytest.raises(ConfigError, match="reads one sequence a row"):
         trainer.evaluate()
+
+
+def test_metrics_that_come_after_the_trainer_was_made_are_not_passed_by(tmp_path):
+    trainer = sft(tmp_path, eval_rows=token_rows(6))
+    trainer.compute_metrics = Seen()
+    with pytest.raises(ConfigError, match="Give it when the trainer is made"):
+        trainer.evaluate()
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator, emulated or not")
+def test_predictions_on_an_accelerator_are_those_of_the_host(tmp_path):
+    seen = {}
+    for use_cpu in (True, False):
+        seen[use_cpu] = Seen()
+        torch.manual_seed(0)
+        sft(tmp_path, eval_rows=token_rows(6), compute_metrics=seen[use_cpu], use_cpu=use_cpu, bf16=False).evaluate()
+    assert (seen[True].labels == seen[False].labels).all()
+    np.testing.assert_allclose(seen[False].predictions, seen[True].predictions, rtol=1e-4, atol=1e-5)

@@ -109,6 +109,10 @@ class PredictingTrainer(MeteredTrainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Add a held-out batch to the sums of the evaluation; with `compute_metrics` its mean loss, predictions and labels, else nothing."""
+        if self.compute_metrics is not None and not self.makes_predictions:
+            raise ConfigError(
+                "compute_metrics was set on the trainer, whose held-out rows may be packed already. Give it when the trainer is made."
+            )
         batch = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             scores = self.score(model, batch)
