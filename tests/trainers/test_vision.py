@@ -44,7 +44,7 @@ NEURON = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs 
 def trainer_for(folder, family="llava", method="sft", model=None, **options):
     given = {
         name: options.pop(name)
-        for name in ("train_dataset", "eval_dataset", "peft_config", "processing_class", "ref_model")
+        for name in ("train_dataset", "eval_dataset", "peft_config", "processing_class", "ref_model", "compute_metrics")
         if name in options
     }
     given.setdefault("train_dataset", ROWS[method](8))
@@ -375,3 +375,5 @@ def test_what_cannot_be_with_images_is_refused_when_the_trainer_is_made(tmp_path
         trainer_for(tmp_path, processing_class=tiny_processor("llava").tokenizer)
     with pytest.raises(ConfigError, match="reward models do not read"):
         trainer_for(tmp_path, method="reward", model=model_for("reward"))
+    with pytest.raises(ConfigError, match="compute_metrics .* read logits of rows without images"):
+        trainer_for(tmp_path, compute_metrics=dict)

@@ -106,7 +106,7 @@ class ChatTemplate:
         Raises:
             DatasetError: the template refuses the conversation; carries the template's own words.
         """
-        wanted = self._as_wanted(messages, where)
+        wanted = self.as_wanted(messages, where)
         try:
             return self.tokenizer.apply_chat_template(
                 wanted,
@@ -122,7 +122,7 @@ class ChatTemplate:
                 "Change the row to what the template expects, or set another template with chat_template_path."
             ) from error
 
-    def _as_wanted(self, messages: list[Message], where: str) -> list[Message]:
+    def as_wanted(self, messages: list[Message], where: str) -> list[Message]:
         """The messages in the form that this template writes: contents as blocks, calls of tools as it takes them."""
         if any("tool_calls" in message for message in messages):
             if self._wants_json_arguments is None:
@@ -175,7 +175,7 @@ class ChatTemplate:
         """The tokens of a conversation and, by the template's own `{% generation %}` marks, `[n]` bool of what the assistant wrote."""
         self.render(messages, where=where, tools=tools, options=options)  # the error with the row, if there is one
         encoded = self.tokenizer.apply_chat_template(
-            self._as_wanted(messages, where),
+            self.as_wanted(messages, where),
             tools=tools,
             tokenize=True,
             return_dict=True,
@@ -196,7 +196,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         _, [spans] = render_jinja_template(
-            conversations=[self._as_wanted(messages, where)],
+            conversations=[self.as_wanted(messages, where)],
             tools=tools,
             chat_template=self.tokenizer.get_chat_template(tools=tools),
             return_assistant_tokens_mask=True,

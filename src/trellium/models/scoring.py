@@ -151,9 +151,10 @@ def _score(
     elif position_ids is None:
         raise TypeError("a scoring call of a model that reads forests needs position_ids")
     else:
-        arguments |= forest_arguments(reading, subtree_end, position_ids, head.weight.dtype)
+        arguments |= forest_arguments(reading, subtree_end, position_ids, next(head.parameters()).dtype)
     outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments, **images)
     hidden = outputs.last_hidden_state
+    weight = head.weight  # once: where PEFT trains some of its rows, it is put together anew
     transform = _head_transform(model)
     options: dict[str, Any] = {
         "bias": getattr(head, "bias", None),
@@ -165,12 +166,12 @@ def _score(
     edges = hidden.reshape(-1, hidden.shape[-1]).index_select(0, edge_position)
     loss_sum = None
     if fused_loss is None:
-        scores = token_scores(edges, head.weight, edge_target, **options)
+        scores = token_scores(edges, weight, edge_target, **options)
     elif edge_weight is None:
         raise TypeError(f"a scoring call with fused_loss={fused_loss!r} needs edge_weight")
     else:
         options |= {"mode": fused_loss, "label_smoothing": label_smoothing or 0.0}
-        loss_sum, scores = weighted_nll(edges, head.weight, edge_target, edge_weight, **options)
+        loss_sum, scores = weighted_nll(edges, weight, edge_target, edge_weight, **options)
     aux_loss = _load_balancing_loss(model, base, outputs.router_logits, input_ids, real_tokens) if routers else None
     found = {name: getattr(scores, name) for name in score_outputs}
     return ScoreOutput(**found, loss_sum=loss_sum, aux_loss=aux_loss)
@@ -193,10 +194,10 @@ def _head(model: PreTrainedModel) -> nn.Module:
     name = type(model).__name__
     if head is None:
         raise ModelError(f"{name} has no output head (get_output_embeddings() is None); give a causal language model")
-    if type(head).__module__.split(".")[0] == "peft":
+    if adapter_is_passed_by(head):
         raise ModelError(
             f"the output head of {name} is inside an adapter ({type(head).__name__}), which scoring without logits would pass by. "
-            "Take the head out of target_modules and modules_to_save."
+            "Take the head out of target_modules, or train it whole: modules_to_save."
         )
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
@@ -205,6 +206,16 @@ def _head(model: PreTrainedModel) -> nn.Module:
             "If the model is quantized, leave its head out (llm_int8_skip_modules)."
         )
     return head
+
+
+def adapter_is_passed_by(head: nn.Module) -> bool:
+    """Whether an output head is in an adapter that does more than its `weight` says, as a LoRA does.
+
+    What PEFT trains whole (`modules_to_save`) or by rows (`trainable_token_indices`, of embeddings that are tied to it) has the trained weight as its own, and
+    the model's where the adapter is off.
+    """
+    whole = any(base.__name__ == "AuxiliaryTrainingWrapper" for base in type(head).__mro__)
+    return type(head).__module__.split(".")[0] == "peft" and not whole
 
 
 def _head_transform(model: PreTrainedModel) -> HeadTransform:

@@ -22,8 +22,6 @@ FOREST_FIELDS = (
 """What a batch must hold, and the model is called with: tensors of a `trellium.forest.batch.ForestBatch`."""
 
 _REFUSED = {
-    "compute_metrics": "it works on full logits, which are never made here. The held-out loss, entropy and mean_token_accuracy are logged as they are",
-    "preprocess_logits_for_metrics": "there are no logits to preprocess",
     "compute_loss_func": "it works on full logits, which are never made here. Choose loss_type, or subclass the trainer and override compute_scored_loss",
     "quantization_config": "quantized base models are not supported yet. model_init_kwargs={'dtype': 'bfloat16'} halves the weights",
 }

@@ -5,7 +5,7 @@ Everything else is here.
 
 The loss of an optimizer step is one sum divided by one number: what is counted over all of its micro-batches on all processes. So four micro-batches of one
 row give the gradient of one batch of four, whatever their lengths. Evaluation is one such sum over the whole held-out set. Logits
-are never made, so nothing that wants them (`compute_metrics`) can be given.
+are never made, unless `compute_metrics` asks evaluation for them (`trellium.trainers.predictions`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +36,7 @@ from trellium.models.blocks import compile_blocks
 from trellium.models.images import text_model
 from trellium.models.linears import use_host_products
 from trellium.models.loading import load_model
+from trellium.models.offloading import offloaded_activations
 from trellium.models.reference import disable_dropout
 from trellium.models.scoring import install_scores
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
@@ -48,10 +50,16 @@ from trellium.trainers.checkpoints import (
     warn_of_other_runs,
     write_model_card,
 )
-from trellium.trainers.images import check_later_rows, have_images, inputs_of_images, say_what_compiles
+from trellium.trainers.images import (
+    check_later_rows,
+    have_images,
+    inputs_of_images,
+    refuse_predictions,
+    say_what_compiles,
+)
 from trellium.trainers.layouts import layout_of
-from trellium.trainers.metered import MeteredTrainer
 from trellium.trainers.mixture import RouterLoss
+from trellium.trainers.predictions import PredictingTrainer
 from trellium.trainers.resuming import refused_by_transformers
 from trellium.trainers.run_plan import plan_run
 from trellium.trainers.starting_point import (
@@ -68,7 +76,7 @@ from trellium.trainers.warm_up import ShapeWatch, warm_up
 logger = logging.getLogger(__name__)
 
 
-class BaseTrainer(MeteredTrainer):
+class BaseTrainer(PredictingTrainer):
     """The common base; use one of its subclasses.
 
     Args:
@@ -78,6 +86,7 @@ class BaseTrainer(MeteredTrainer):
         train_dataset: a `Dataset` or `IterableDataset` of raw or prepared rows.
         eval_dataset: one such, or a mapping of several.
         processing_class: the tokenizer, or the processor of a model that reads images; None for the model's own.
+        compute_metrics, preprocess_logits_for_metrics: as in `transformers.Trainer`, for evaluation, which makes logits only for them.
         callbacks, optimizers, optimizer_cls_and_kwargs: as in `transformers.Trainer`.
         peft_config: train this adapter instead of the model.
         **others: TRL's arguments that are refused with the reason, and names that are not the trainer's, answered with where they belong.
@@ -108,9 +117,11 @@ class BaseTrainer(MeteredTrainer):
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_metrics: Callable | None = None,
         callbacks: list | None = None,
         optimizers: tuple = (None, None),
         optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
         peft_config: Any = None,
         **others: Any,
     ) -> None:
@@ -127,6 +138,7 @@ class BaseTrainer(MeteredTrainer):
         self._check_iterable(train_dataset, args)
         self.processing_class = processing_class
         self.args = args
+        self.makes_predictions = compute_metrics is not None or preprocess_logits_for_metrics is not None
         self.token_limits = token_limits(model, args)
         streams = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
         if any(isinstance(part, IterableDataset) for part in streams):
@@ -134,6 +146,8 @@ class BaseTrainer(MeteredTrainer):
         train_dataset = self._prepare(train_dataset, "train")
         eval_dataset = self._prepare(eval_dataset, "eval")
         self.reads_images = have_images(train_dataset, eval_dataset)
+        if self.reads_images and self.makes_predictions:
+            refuse_predictions()
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         self.plan: ShapePlan | None = None
         if data_collator is None:
@@ -156,7 +170,10 @@ class BaseTrainer(MeteredTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                compute_metrics=compute_metrics,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
+        self.say_what_predictions_cost()
         if self.args.n_gpu > 1:
             raise ConfigError(
                 f"{self.args.n_gpu} devices are visible to one process, which would replicate the model in threads and break exact normalisation. "
@@ -283,6 +300,7 @@ class BaseTrainer(MeteredTrainer):
         return replace(
             collator,
             evaluation=True,
+            layout="padded" if self.makes_predictions else collator.layout,
             strict=args.strict_shapes,
             read=self.row_reader(evaluation=True),
             batch_rows=collator.batch_rows and args.per_device_eval_batch_size,
@@ -315,6 +333,17 @@ class BaseTrainer(MeteredTrainer):
             count = self.accelerator.reduce(count, reduction="sum")
         return count
 
+    def offloading(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Where a step's passes run: with `activation_offloading`, what the backward pass reads waits on the host."""
+        if not self.args.activation_offloading or self.args.device.type == "cpu":
+            return nullcontext()
+        return offloaded_activations(model, exact_strides=self.args.torch_compile)
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """As in `transformers.Trainer`, with `activation_offloading`."""
+        with self.offloading(model):
+            return super().training_step(model, *args, **kwargs)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -340,19 +369,6 @@ class BaseTrainer(MeteredTrainer):
         smoothing = self.args.label_smoothing_factor or None
         fused = self.fused_loss if torch.is_grad_enabled() or smoothing else None
         return model(**fields, score_outputs=self.score_outputs, fused_loss=fused, label_smoothing=smoothing)
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[None, None, None]:
-        """Add a held-out batch to the sums of the evaluation; there is nothing to gather batch by batch."""
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            scores = self.score(model, inputs)
-            self._sinks["eval"].add_mean(
-                "loss", self.compute_scored_loss(scores, inputs, 1.0), self.count_items(inputs).flatten()[0]
-            )
-            self._record("eval", scores, inputs)
-        return None, None, None
 
     # ---- metrics ----
 
@@ -385,7 +401,7 @@ class BaseTrainer(MeteredTrainer):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """The metrics of a held-out set, which may be raw rows or prepared ones; its `predictions` are None, because logits are never made."""
+        """The metrics of a held-out set, which may be raw rows or prepared ones; its `predictions` are None unless `compute_metrics` or its like was given."""
         return super().predict(self._prepare(test_dataset, metric_key_prefix), ignore_keys, metric_key_prefix)
 
     # ---- checkpoints ----

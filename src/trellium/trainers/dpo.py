@@ -37,6 +37,7 @@ class DPOTrainer(ReferencedTrainer):
     method = "dpo"
     args: DPOConfig
     reference_columns = ("ref_chosen_logps", "ref_rejected_logps")
+    compared_rows = 2
 
     def prepare_dataset(self, dataset: Any, name: str) -> Any:
         """Rows of preferences to `prompt_ids`, `chosen_ids` and `rejected_ids`."""

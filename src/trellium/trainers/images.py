@@ -51,6 +51,14 @@ def check_later_rows(prepared: Any, name: str, reads_images: bool) -> None:
         )
 
 
+def refuse_predictions() -> None:
+    """Raises ConfigError: predictions are made by a second forward over the tokens, which has no images."""
+    raise ConfigError(
+        "compute_metrics and preprocess_logits_for_metrics read logits of rows without images, and these have some. "
+        "Leave them out: the held-out loss, entropy and mean_token_accuracy are logged without them."
+    )
+
+
 def say_what_compiles(*, blocks: bool) -> None:
     """Tell what compiling does to what reads images, of which a batch has as many as its rows bring."""
     if blocks:

@@ -119,6 +119,10 @@ class KTOTrainer(ReferencedTrainer):
             sink, scores, inputs, chosen=desirable[sample // self._each], counted=sample % self._each == 0
         )
 
+    def order_of_predictions(self, sequences: int) -> Tensor:
+        """Predictions are of the rows' own completions."""
+        return torch.arange(0, sequences, self._each, device=self.args.device)
+
     def finish_metrics(self, means: dict[str, float]) -> None:
         """The margin between the mean rewards of good and of bad rows, where there were both."""
         if {"rewards/chosen", "rewards/rejected"} <= set(means):

@@ -30,6 +30,7 @@ from trellium.models.scoring import ScoreOutput
 from trellium.trainers.adapters import is_adapted
 from trellium.trainers.arguments import forest_fields
 from trellium.trainers.base import BaseTrainer
+from trellium.trainers.predictions import PredictedRows
 from trellium.trainers.reference_config import ReferenceConfig
 from trellium.trainers.starting_point import model_of
 
@@ -94,6 +95,11 @@ class ReferencedTrainer(BaseTrainer):
                 self.reference = None
         if self.args.sync_ref_model:
             self.add_callback(_MoveReference(self))
+
+    def predictions(self, model: nn.Module, rows: PredictedRows, scores: Any) -> tuple[Tensor, Tensor]:
+        """Logits `[N, L, V]`; the labels are all tokens `[N, L]`, as TRL has them, those of prompts too."""
+        logits, _ = super().predictions(model, rows, scores)
+        return logits, rows.input_ids
 
     def reference_values(self, logprob: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """`reference_columns` `[B]` of a batch, from the reference's `[E]` log-probabilities."""

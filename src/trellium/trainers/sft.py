@@ -36,7 +36,8 @@ class SFTTrainer(BaseTrainer):
         processing_class: the tokenizer, or the processor of a model that reads images; None for the model's own.
         peft_config: train this adapter, e.g. a `peft.LoraConfig`, instead of the model.
         formatting_func: from a row to its text.
-        compute_loss_func, compute_metrics, preprocess_logits_for_metrics, quantization_config: TRL's, refused with the reason.
+        compute_metrics, preprocess_logits_for_metrics: as in `transformers.Trainer`; held-out rows are then not packed (`trellium.trainers.predictions`).
+        compute_loss_func, quantization_config: TRL's, refused with the reason.
         **others: names that are not arguments, answered with what they are called or where they belong.
 
     Logged: `loss`, `entropy` and `mean_token_accuracy` over trained tokens, `num_tokens` since the run began (it survives a resume), `aux_loss`
@@ -89,7 +90,7 @@ class SFTTrainer(BaseTrainer):
     def prepare_dataset(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         """Rows of any accepted kind to `input_ids` and `labels`."""
         args = self.args
-        packs = args.packing if name == "train" else args.packs_evaluation
+        packs = args.packing if name == "train" else self._packs_evaluation
         images = [column for column in IMAGE_COLUMNS if column in (dataset.column_names or ())]
         if packs and images:
             raise ConfigError(
@@ -122,9 +123,13 @@ class SFTTrainer(BaseTrainer):
             prepared = pack_rows(prepared, args.max_length, args.packing_strategy, name=name)
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
 
+    @property
+    def _packs_evaluation(self) -> bool:
+        return self.args.packs_evaluation and not self.makes_predictions
+
     def row_reader(self, *, evaluation: bool = False) -> ReadTokens:
         """One sequence a row, or as many as were packed into it."""
-        return ReadTokens(packed=self.args.packs_evaluation if evaluation else self.args.packing)
+        return ReadTokens(packed=self._packs_evaluation if evaluation else self.args.packing)
 
     @property
     def fused_loss(self) -> str | None:  # type: ignore[override]
