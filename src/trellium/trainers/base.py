@@ -30,7 +30,7 @@ from trellium.data.samples import ReadTokens, RowReader
 from trellium.errors import ConfigError, DatasetError
 from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import ShapePlan
-from trellium.models.blocks import compile_blocks
+from trellium.models.blocks import compile_blocks, compile_in_place
 from trellium.models.loading import load_model
 from trellium.models.reference import disable_dropout
 from trellium.models.scoring import install_scores
@@ -137,7 +137,6 @@ class BaseTrainer(MeteredTrainer):
             data_collator = replace(self.data_collator, plan=self.plan)
         else:
             check_collator(data_collator, train_dataset)
-        self._compiles_blocks = args.compiles_blocks(model)
         with refused_by_transformers("these options"):
             super().__init__(
                 model=model,
@@ -155,13 +154,7 @@ class BaseTrainer(MeteredTrainer):
                 f"{self.args.n_gpu} devices are visible to one process, which would replicate the model in threads and break exact normalisation. "
                 "Start one process a device with `accelerate launch` or `torchrun`, or show it one device."
             )
-        if self._compiles_blocks:
-            compile_blocks(
-                self.model,
-                backend=args.torch_compile_backend,
-                mode=args.torch_compile_mode,
-                dynamic=self._dynamic_shapes,
-            )
+        self.compile_in_regions(self.model)
 
     # ---- what a method defines ----
 
@@ -222,13 +215,23 @@ class BaseTrainer(MeteredTrainer):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         settings = super()._build_accelerator_args(**kwargs)
-        if self._compiles_blocks:  # else it would compile the model around them
+        if self.args.torch_compile:  # else it would compile once more, around what is compiled in place
             settings["dynamo_plugin"] = TorchDynamoPlugin(backend=DynamoBackend.NO)
         return settings
 
-    @property
-    def _dynamic_shapes(self) -> bool | None:
-        return False if capabilities(self.args.device).static_shapes else None
+    def compile_in_regions(self, model: nn.Module) -> None:
+        """Let `model` run compiled where `torch_compile` is on: block by block or as one region, as `compile_regions` says. In place, so that
+        training, evaluation and the reference run what was compiled, whatever the model is wrapped in."""
+        args = self.args
+        if not args.torch_compile:
+            return
+        compile_region = compile_blocks if args.compiles_blocks(model) else compile_in_place
+        compile_region(
+            model,
+            backend=args.torch_compile_backend,
+            mode=args.torch_compile_mode,
+            dynamic=False if capabilities(args.device).static_shapes else None,
+        )
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         if dataset is None:
@@ -276,12 +279,6 @@ class BaseTrainer(MeteredTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         readers = (self.row_reader(), self.row_reader(evaluation=True))
         self._signature_columns = [*self.row_columns, *{name: None for read in readers for name in read.columns}]
-
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
-        """As in `transformers.Trainer`, which would evaluate the model around which `torch_compile` was put, and so what is not compiled."""
-        if not training and getattr(self.model_wrapped, "_orig_mod", None) is model:
-            return self.model_wrapped
-        return super()._wrap_model(model, training, dataloader)
 
     # ---- the step ----
 

@@ -22,7 +22,6 @@ from transformers import TrainerCallback
 
 from trellium.errors import ConfigError
 from trellium.models.attention import let_read_forests
-from trellium.models.blocks import compile_blocks
 from trellium.models.reference import ReferencePolicy
 from trellium.models.scoring import ScoreOutput
 from trellium.trainers.adapters import is_adapted
@@ -106,16 +105,7 @@ class ReferencedTrainer(BaseTrainer):
                 raise ConfigError(
                     f"the reference reads one sequence a row, and the model rows of several: {support.reason}. Set layout=padded."
                 )
-        args = self.args
-        if self._compiles_blocks:
-            compile_blocks(
-                reference,
-                backend=args.torch_compile_backend,
-                mode=args.torch_compile_mode,
-                dynamic=self._dynamic_shapes,
-            )
-        elif args.torch_compile:
-            reference.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        self.compile_in_regions(reference)
         return reference
 
     @property
