@@ -70,11 +70,9 @@ def test_what_is_compiled_must_be_a_known_region(tmp_path):
 
 @pytest.mark.skipif(not hasattr(torch, "neuron"), reason="no neuron device")
 def test_blocks_are_the_choice_where_every_shape_is_compiled_ahead(tmp_path):
-    rows = token_rows(4)
-    assert tiny_trainer(tmp_path, train_dataset=rows, use_cpu=False, torch_compile=True)._compiles_blocks
-    assert not tiny_trainer(
-        tmp_path, train_dataset=rows, torch_compile=True, torch_compile_backend="aot_eager"
-    )._compiles_blocks
+    options = {"train_dataset": token_rows(4), "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    chosen = [tiny_trainer(tmp_path, use_cpu=use_cpu, **options) for use_cpu in (False, True)]
+    assert [trainer.args.compiles_blocks(trainer.model) for trainer in chosen] == [True, False]
 
 
 def test_without_a_plan_the_step_that_is_one_length_too_many_is_named(tmp_path):

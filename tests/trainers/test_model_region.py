@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo import OptimizedModule
 
 from tests.trainers.test_planned_shapes import STATIC, rows_of
 from tests.trainers.tiny_runs import losses, tiny_trainer
@@ -20,7 +19,7 @@ def fresh_dynamo():
 
 
 def compiled(folder, **options):
-    """A trainer whose model is one region, and a list of how it is called: (whether compiled, whether training)."""
+    """A trainer whose model is one region, and a list of how it was called: (whether compiled, whether training)."""
     trainer = tiny_trainer(
         folder,
         torch_compile=True,
@@ -29,12 +28,19 @@ def compiled(folder, **options):
         layout="padded",
         **options,
     )
-    calls, score = [], trainer.score
+    calls, score, eager = [], trainer.score, []
+
+    def inside(*_):
+        if not torch.compiler.is_compiling():  # what is traced runs it no more
+            eager.append(True)
 
     def watched(model, inputs):
-        calls.append((isinstance(model, OptimizedModule), model.training))
-        return score(model, inputs)
+        eager.clear()
+        scores = score(model, inputs)
+        calls.append((not eager, model.training))
+        return scores
 
+    trainer.model.model.norm.register_forward_pre_hook(inside)
     trainer.score = watched
     return trainer, calls
 

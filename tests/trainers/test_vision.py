@@ -375,5 +375,5 @@ def test_what_cannot_be_with_images_is_refused_when_the_trainer_is_made(tmp_path
         trainer_for(tmp_path, processing_class=tiny_processor("llava").tokenizer)
     with pytest.raises(ConfigError, match="reward models do not read"):
         trainer_for(tmp_path, method="reward", model=model_for("reward"))
-    with pytest.raises(ConfigError, match="compute_metrics .* read logits of rows without images"):
+    with pytest.raises(ConfigError, match="logits of rows without images"):
         trainer_for(tmp_path, compute_metrics=dict)

@@ -48,10 +48,19 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
             f"{type(model).__name__} has no repeated blocks to compile one by one. Compile the whole model: compile_regions='model'."
         )
     for block in blocks:
-        block.compile(**options)
-        # What Module.compile leaves for Module.__call__; copies and pickles of the module drop it.
-        block._compiled_call_impl = _without_cache(block._compiled_call_impl, block._call_impl)
+        compile_in_place(block, **options)
     return len(blocks)
+
+
+def compile_in_place(module: nn.Module, **options: Any) -> None:
+    """Let `module` run compiled wherever it is called, in training and evaluation, alone and inside of what it is wrapped in for several devices.
+
+    Args:
+        options: of `torch.compile`.
+    """
+    module.compile(**options)
+    # What Module.compile leaves for Module.__call__; copies and pickles of the module drop it.
+    module._compiled_call_impl = _without_cache(module._compiled_call_impl, module._call_impl)
 
 
 def _without_cache(compiled: Any, plain: Any) -> Any:

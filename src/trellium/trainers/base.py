@@ -32,7 +32,7 @@ from trellium.data.samples import ReadTokens, RowReader
 from trellium.errors import ConfigError, DatasetError
 from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import ShapePlan
-from trellium.models.blocks import compile_blocks
+from trellium.models.blocks import compile_blocks, compile_in_place
 from trellium.models.images import text_model
 from trellium.models.linears import use_host_products
 from trellium.models.loading import load_model
@@ -156,9 +156,8 @@ class BaseTrainer(PredictingTrainer):
             data_collator = replace(self.data_collator, plan=self.plan)
         else:
             check_collator(data_collator, train_dataset)
-        self._compiles_blocks = args.compiles_blocks(model)
         if self.reads_images and args.torch_compile:
-            say_what_compiles(blocks=self._compiles_blocks)
+            say_what_compiles(blocks=args.compiles_blocks(model))
         with refused_by_transformers("these options"):
             super().__init__(
                 model=model,
@@ -179,15 +178,7 @@ class BaseTrainer(PredictingTrainer):
                 f"{self.args.n_gpu} devices are visible to one process, which would replicate the model in threads and break exact normalisation. "
                 "Start one process a device with `accelerate launch` or `torchrun`, or show it one device."
             )
-        if self.args.device.type == "cpu":
-            use_host_products(self.model)
-        if self._compiles_blocks:
-            compile_blocks(
-                text_model(self.model),  # images are as many as there are: what reads them is not compiled
-                backend=args.torch_compile_backend,
-                mode=args.torch_compile_mode,
-                dynamic=self._dynamic_shapes,
-            )
+        self.let_run(self.model)
 
     # ---- what a method defines ----
 
@@ -248,13 +239,26 @@ class BaseTrainer(PredictingTrainer):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         settings = super()._build_accelerator_args(**kwargs)
-        if self._compiles_blocks:  # else it would compile the model around them
+        if self.args.torch_compile:  # else it would compile once more, around what is compiled in place
             settings["dynamo_plugin"] = TorchDynamoPlugin(backend=DynamoBackend.NO)
         return settings
 
-    @property
-    def _dynamic_shapes(self) -> bool | None:
-        return False if capabilities(self.args.device).static_shapes else None
+    def let_run(self, model: nn.Module) -> None:
+        """Let `model` multiply as the host does fastest, and run compiled where `torch_compile` is on: block by block or as one region, as
+        `compile_regions` says. In place, so that training, evaluation and the reference run what was compiled, whatever the model is wrapped in."""
+        args = self.args
+        if args.device.type == "cpu":
+            use_host_products(model)
+        if not args.torch_compile:
+            return
+        blocks = args.compiles_blocks(model)
+        compile_region = compile_blocks if blocks else compile_in_place
+        compile_region(
+            text_model(model) if blocks else model,  # images are as many as there are: what reads them is not compiled
+            backend=args.torch_compile_backend,
+            mode=args.torch_compile_mode,
+            dynamic=False if capabilities(args.device).static_shapes else None,
+        )
 
     def _prepare(self, dataset: Any, name: str) -> Any:
         if dataset is None:
@@ -314,12 +318,6 @@ class BaseTrainer(PredictingTrainer):
     def columns_of(self, read: RowReader) -> list[str]:
         """The columns that a batch is made of, but for those of numbers."""
         return [*read.columns, *([STORED_IMAGES] if self.reads_images else [])]
-
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
-        """As in `transformers.Trainer`, which would evaluate the model around which `torch_compile` was put, and so what is not compiled."""
-        if not training and getattr(self.model_wrapped, "_orig_mod", None) is model:
-            return self.model_wrapped
-        return super()._wrap_model(model, training, dataloader)
 
     # ---- the step ----
 

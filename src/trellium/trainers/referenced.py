@@ -22,9 +22,6 @@ from transformers import TrainerCallback
 
 from trellium.errors import ConfigError
 from trellium.models.attention import let_read_forests
-from trellium.models.blocks import compile_blocks
-from trellium.models.images import text_model
-from trellium.models.linears import use_host_products
 from trellium.models.reference import ReferencePolicy
 from trellium.models.scoring import ScoreOutput
 from trellium.trainers.adapters import is_adapted
@@ -108,24 +105,13 @@ class ReferencedTrainer(BaseTrainer):
     def _ready(self, ref_model: Any) -> nn.Module:
         """A given reference, on the device, reading the layout that the policy reads."""
         reference = self.install(model_of(ref_model, self.args, self.load)).to(self.args.device)
-        if self.args.device.type == "cpu":
-            use_host_products(reference)
         if self.data_collator.layout != "padded":
             support = let_read_forests(reference)
             if support.reading == "chains":
                 raise ConfigError(
                     f"the reference reads one sequence a row, and the model rows of several: {support.reason}. Set layout=padded."
                 )
-        args = self.args
-        if self._compiles_blocks:
-            compile_blocks(
-                text_model(reference),
-                backend=args.torch_compile_backend,
-                mode=args.torch_compile_mode,
-                dynamic=self._dynamic_shapes,
-            )
-        elif args.torch_compile:
-            reference.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+        self.let_run(reference)
         return reference
 
     @property

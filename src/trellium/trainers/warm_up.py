@@ -29,18 +29,18 @@ KINDS_OF_BLOCKS = 4
 
 def warm_up(trainer: BaseTrainer, plan: ShapePlan) -> None:
     """Compile every planned graph: a forward (and backward) over rows that train nothing. Weights, gradients and random numbers stay as they were."""
-    model = trainer.model_wrapped
+    training, evaluating = trainer.model_wrapped, trainer.model
     make_room(plan)
     bar = tqdm(plan.planned, disable=trainer.args.disable_tqdm or not trainer.is_local_process_zero(), unit="graph")
     device = trainer.args.device
-    was_training = model.training
+    was_training = training.training
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
         for planned in bar:
             bar.set_description(f"Compiling {planned.shape} for {'evaluation' if planned.evaluation else 'training'}")
             began = time.perf_counter()
-            _run(trainer, model, planned)
+            _run(trainer, evaluating if planned.evaluation else training, planned)
             bar.set_postfix_str(f"{time.perf_counter() - began:.1f} s")
-    model.train(was_training)
+    training.train(was_training)
 
 
 def make_room(plan: ShapePlan) -> None:
