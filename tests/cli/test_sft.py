@@ -128,6 +128,13 @@ def test_rows_longer_than_max_length_are_cut_and_counted(here, saved_model, capl
     assert "truncated" in caplog.text
 
 
+def test_a_part_of_a_file_is_read_as_a_stream(here, saved_model, capsys):
+    streamed = options(saved_model, dataset_streaming="true", dataset_train_split="train[:2]")
+    assert main(["sft", *streamed, "--max_steps", "1"]) == 0
+    assert main(["sft", *options(saved_model, dataset_train_split="train[:y]")]) == 2
+    assert "is no part of its rows" in capsys.readouterr().err
+
+
 BAD_OPTIONS = {
     "missing data": ({"dataset_name": "row.jsonl"}, ["row.jsonl: no such file", "rows.jsonl"]),
     "missing model": ({"model_name_or_path": "./nowhere"}, ["no folder ./nowhere", "smollm2-135m-instruct"]),

@@ -39,7 +39,7 @@ class ScriptArguments(metaclass=KnownOptions):
     )
     dataset_config: str | None = field(default=None, metadata={"help": "The configuration of a Hub dataset."})
     dataset_train_split: str = field(
-        default="train", metadata={"help": "The split to train on, or a part of one: train[:90%]."}
+        default="train", metadata={"help": "The split to train on, or a part of one: train[:5000]."}
     )
     dataset_test_split: str = field(
         default="test", metadata={"help": "The split to evaluate on, where eval_strategy asks for it."}
