@@ -1,8 +1,9 @@
 """Which inputs a vision-language model takes beside its text, and what they ask of a batch's layout.
 
 Read from the signature of the module below the head: whatever it takes that is not of text may be given to a scoring call. Where features of images
-take the place of placeholder tokens and nothing else, images are no different from words, and rows of trees are exact. A model that must be told
-which tokens are of images gives these an attention or positions of their own, which it can only make for one sequence a row.
+take the place of placeholder tokens and nothing else, images are no different from words, and rows of trees are exact; so they are where a model only
+places an image's tokens otherwise (`trellium.models.image_positions`). Another model that must be told which tokens are of images gives these an
+attention of their own, which it can only make for one sequence a row.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from trellium.errors import ConfigError
+from trellium.models.image_positions import knows_positions
 
 _OF_TEXT = frozenset(
     [
@@ -47,17 +49,17 @@ class ImageArguments:
     Attributes:
         names: of the tensors it takes beside text and kinds of tokens.
         types: its name for the kinds of tokens; empty where it does not ask.
+        in_trees: whether rows of trees are exact.
     """
 
     names: tuple[str, ...]
     types: str
+    in_trees: bool
 
     @property
     def one_row_because(self) -> str:
         """Why sequences with images need rows of their own; empty where they do not."""
-        return (
-            f"it gives the tokens of images an attention or positions of their own ({self.types})" if self.types else ""
-        )
+        return "" if self.in_trees else f"it gives the tokens of images an attention of their own ({self.types})"
 
 
 def other_arguments(backbone: type[nn.Module]) -> frozenset[str]:
@@ -72,7 +74,8 @@ def image_arguments(model: nn.Module) -> ImageArguments:
         ConfigError: a model without a place for images, or one that reads them by cross attention.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    names = other_arguments(type(getattr(base, "base_model", base)))
+    backbone = getattr(base, "base_model", base)
+    names = other_arguments(type(backbone))
     if "pixel_values" not in names or "cross_attention_mask" in names:
         why = "reads them by cross attention, which is not supported" if "pixel_values" in names else "takes none"
         raise ConfigError(
@@ -80,7 +83,7 @@ def image_arguments(model: nn.Module) -> ImageArguments:
             "images out with dataset.remove_columns([...])."
         )
     types = next((name for name in TOKEN_TYPES if name in names), "")
-    return ImageArguments(tuple(sorted(names - set(TOKEN_TYPES))), types)
+    return ImageArguments(tuple(sorted(names - set(TOKEN_TYPES))), types, not types or knows_positions(backbone))
 
 
 def text_model(model: nn.Module) -> nn.Module:

@@ -25,6 +25,7 @@ from transformers.utils import ModelOutput
 from trellium.errors import ModelError
 from trellium.models.attention import forest_arguments, forest_reading
 from trellium.models.forwards import has_second_forward, replace_forward
+from trellium.models.image_positions import GRID, knows_positions, tree_positions
 from trellium.models.images import TOKEN_TYPES, other_arguments
 from trellium.ops.attention import rows_are_chains
 from trellium.ops.head import token_scores, weighted_nll
@@ -98,6 +99,7 @@ def install_scores(model: nn.Module) -> nn.Module:
     base._inputs_beside_text = tuple(
         sorted(other_arguments(type(backbone)))
     )  # a plain attribute: copied and pickled with the model
+    base._places_images = knows_positions(backbone)
     replace_forward(base, "edge_position", _score)
     return model
 
@@ -139,8 +141,9 @@ def _score(
         raise TypeError("a scoring call needs input_ids, subtree_end, edge_position and edge_target")
     routers = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
     arguments: dict[str, Any] = {"output_router_logits": True} if routers else {}
-    # A model that is told which tokens are of images makes their attention and positions itself, a sequence a row.
-    reading = "chains" if images.keys() & set(TOKEN_TYPES) else forest_reading(model)
+    types = next((name for name in TOKEN_TYPES if name in images), "")
+    # A model that is told which tokens are of images makes their attention itself, a sequence a row, unless it only places them.
+    reading = "chains" if types and not model._places_images else forest_reading(model)
     if reading == "chains":
         if not torch.compiler.is_compiling():
             torch._assert_async(
@@ -152,6 +155,8 @@ def _score(
         raise TypeError("a scoring call of a model that reads forests needs position_ids")
     else:
         arguments |= forest_arguments(reading, subtree_end, position_ids, next(head.parameters()).dtype)
+        if types:
+            arguments["position_ids"] = tree_positions(backbone, subtree_end, images.pop(types), images.get(GRID))
     outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments, **images)
     hidden = outputs.last_hidden_state
     weight = head.weight  # once: where PEFT trains some of its rows, it is put together anew
