@@ -12,6 +12,7 @@ Cost: reading and resizing each image once in preparation and once a batch it is
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 from collections.abc import Mapping, Sequence
@@ -149,9 +150,7 @@ def illustrate(
             raise DatasetError(f"{where}: {error}") from None
         own = [_stored(block["image"], where, "content") for block in _image_blocks(messages)]
         if own and part and only_first:
-            raise DatasetError(
-                f"{where}: an answer holds an image. Only the prompt of compared answers can have images."
-            )
+            raise DatasetError(f"{where}: {IMAGE_IN_ANSWER}")
         found += own
         placed.append([_without_images(message) for message in messages])
     asked["images"] = found
@@ -202,8 +201,10 @@ class ImageProcessor:
         """That of a processing class.
 
         Raises:
-            ConfigError: it is a tokenizer.
+            ConfigError: it is a tokenizer, or Pillow is not installed.
         """
+        if importlib.util.find_spec("PIL") is None:
+            raise ConfigError(f"{name} has images, which are read with Pillow. Install it: pip install pillow.")
         if not hasattr(processing, "image_processor"):
             raise ConfigError(
                 f"{name} has images, but processing_class is the tokenizer {type(processing).__name__}, which cannot read them. Give the processor of a "

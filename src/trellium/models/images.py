@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from trellium.errors import ConfigError
-from trellium.models.image_positions import knows_positions
 
 _OF_TEXT = frozenset(
     [
@@ -62,20 +62,22 @@ class ImageArguments:
         return "" if self.in_trees else f"it gives the tokens of images an attention of their own ({self.types})"
 
 
-def other_arguments(backbone: type[nn.Module]) -> frozenset[str]:
-    """What the forward of a class of backbones takes that is not of text."""
-    return frozenset(inspect.signature(backbone.forward).parameters) - _OF_TEXT - {"self"}
+def inputs_beside_text(backbone: nn.Module) -> tuple[str, ...]:
+    """What the module below a head takes that is not of text."""
+    return tuple(sorted(inspect.signature(type(backbone).forward).parameters.keys() - _OF_TEXT - {"self"}))
 
 
 def image_arguments(model: nn.Module) -> ImageArguments:
     """What a vision-language model is given of images.
 
+    Args:
+        model: one that can be called for scores, or an adapter around one.
+
     Raises:
         ConfigError: a model without a place for images, or one that reads them by cross attention.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    backbone = getattr(base, "base_model", base)
-    names = other_arguments(type(backbone))
+    base = _base(model)
+    names = base._inputs_beside_text
     if "pixel_values" not in names or "cross_attention_mask" in names:
         why = "reads them by cross attention, which is not supported" if "pixel_values" in names else "takes none"
         raise ConfigError(
@@ -83,11 +85,15 @@ def image_arguments(model: nn.Module) -> ImageArguments:
             "images out with dataset.remove_columns([...])."
         )
     types = next((name for name in TOKEN_TYPES if name in names), "")
-    return ImageArguments(tuple(sorted(names - set(TOKEN_TYPES))), types, not types or knows_positions(backbone))
+    own = tuple(name for name in names if name not in TOKEN_TYPES)
+    return ImageArguments(own, types, in_trees=not types or base._places_images)
 
 
 def text_model(model: nn.Module) -> nn.Module:
     """The part of a model that reads tokens: below a vision-language model's head its decoder; any other model itself."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    takes_images = "pixel_values" in other_arguments(type(getattr(base, "base_model", base)))
-    return base.get_decoder() if takes_images else model
+    base = _base(model)
+    return base.get_decoder() if "pixel_values" in getattr(base, "_inputs_beside_text", ()) else model
+
+
+def _base(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -26,7 +26,7 @@ from trellium.errors import ModelError
 from trellium.models.attention import forest_arguments, forest_reading
 from trellium.models.forwards import has_second_forward, replace_forward
 from trellium.models.image_positions import GRID, knows_positions, tree_positions
-from trellium.models.images import TOKEN_TYPES, other_arguments
+from trellium.models.images import TOKEN_TYPES, inputs_beside_text
 from trellium.ops.attention import rows_are_chains
 from trellium.ops.head import token_scores, weighted_nll
 
@@ -81,8 +81,8 @@ def install_scores(model: nn.Module) -> nn.Module:
     The scoring call takes the tensors of a `ForestBatch`, `score_outputs` (of `trellium.ops.head.OUTPUTS`), `temperature`, and `fused_loss` ("nll" or
     "dft"), with which it also returns `loss_sum` over `edge_weight`, its gradients already made (`trellium.ops.head.weighted_nll`): a product less than
     a loss of the scores, which are then without gradients; `label_smoothing` goes with it. A vision-language model takes what its processor makes of
-    images (`pixel_values` …) too. All by keyword. Rows must be single chains padded on the right, unless
-    `trellium.models.attention.let_read_forests` found that the model reads trees. It returns a `ScoreOutput`.
+    images (`pixel_values` …) too. All by keyword. Rows must be single chains padded on the right, unless `trellium.models.attention.let_read_forests` found
+    that the model reads trees. It returns a `ScoreOutput`.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
@@ -96,9 +96,8 @@ def install_scores(model: nn.Module) -> nn.Module:
     transform = _head_transform(base)
     if not any(parameter.is_meta for parameter in head.parameters()):
         _measure_head(base, backbone, head, transform)
-    base._inputs_beside_text = tuple(
-        sorted(other_arguments(type(backbone)))
-    )  # a plain attribute: copied and pickled with the model
+    # Plain attributes: copied and pickled with the model, not saved with its weights.
+    base._inputs_beside_text = inputs_beside_text(backbone)
     base._places_images = knows_positions(backbone)
     replace_forward(base, "edge_position", _score)
     return model
