@@ -28,9 +28,13 @@ def sequences_of(draw: random.Random) -> tuple[list[list[int]], list[torch.Tenso
     return [prompt + answer for answer in answers], grids
 
 
+@pytest.fixture(scope="module")
+def backbone():
+    return tiny_vision_model("qwen2_vl").model
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_every_sequence_of_a_tree_has_the_positions_that_it_has_alone(seed):
-    backbone = tiny_vision_model("qwen2_vl").model
+def test_every_sequence_of_a_tree_has_the_positions_that_it_has_alone(backbone, seed):
     draw = random.Random(seed)
     of_trees = [sequences_of(draw) for _ in range(3)]
     rows = [tree // 2 for tree, (sequences, _) in enumerate(of_trees) for _ in sequences]
@@ -63,8 +67,7 @@ def test_models_that_only_place_images_are_known_by_asking_them(kind):
     assert knows_positions(model.model)
 
 
-def test_a_model_with_positions_of_another_kind_is_not_taken_for_one(monkeypatch):
-    backbone = tiny_vision_model("qwen2_vl").model
+def test_a_model_with_positions_of_another_kind_is_not_taken_for_one(backbone, monkeypatch):
     own = type(backbone).get_rope_index
     monkeypatch.setattr(type(backbone), "get_rope_index", lambda *args, **named: (2 * own(*args, **named)[0], None))
     assert not knows_positions(backbone)
