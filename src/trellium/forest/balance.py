@@ -54,3 +54,18 @@ def divide_step(costs: Ordered[float] | np.ndarray, *, ranks: int, micro_batches
     blocks[place // ranks, balance(cost, ranks)] = np.arange(len(cost))
     batch = balance(cost[blocks].sum(axis=1), micro_batches)
     return np.sort(blocks[np.argsort(batch, kind="stable")].reshape(micro_batches, -1, ranks).swapaxes(1, 2), axis=2)
+
+
+def deal(rows: np.ndarray, costs: np.ndarray, *, batch: int, ranks: int) -> np.ndarray:
+    """The rows of a step in the order in which its batches are read: the first batch of each rank, the second of each, and so on.
+
+    Args:
+        rows: `[n]` int64, as the sampler drew them. Whole rounds of `ranks` batches are dealt out; what is left over stays behind them, in its order.
+        costs: by row of the dataset.
+        batch: rows of a batch.
+    """
+    whole = len(rows) // (batch * ranks) * batch * ranks
+    if not whole:
+        return rows
+    dealt = divide_step(costs[rows[:whole]], ranks=ranks, micro_batches=whole // (batch * ranks))
+    return np.concatenate([rows[dealt.ravel()], rows[whole:]])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
@@ -50,6 +50,7 @@ from trellium.trainers.checkpoints import (
     warn_of_other_runs,
     write_model_card,
 )
+from trellium.trainers.dealing import Dealing, deal_out
 from trellium.trainers.images import (
     check_later_rows,
     have_images,
@@ -61,6 +62,7 @@ from trellium.trainers.layouts import layout_of
 from trellium.trainers.mixture import RouterLoss
 from trellium.trainers.predictions import PredictingTrainer
 from trellium.trainers.resuming import refused_by_transformers
+from trellium.trainers.row_sizes import costs_of, pair_cost
 from trellium.trainers.run_plan import plan_run
 from trellium.trainers.starting_point import (
     model_of,
@@ -150,9 +152,11 @@ class BaseTrainer(PredictingTrainer):
             refuse_predictions()
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         self.plan: ShapePlan | None = None
+        self.dealing: Dealing | None = None
         if data_collator is None:
             self.data_collator = self._own_collator(model)
-            self.plan = plan_run(args, model, self.collator_for, train_dataset, eval_dataset)
+            self.dealing = self._dealing(model)
+            self.plan = plan_run(args, model, self.collator_for, train_dataset, eval_dataset, self.dealing)
             data_collator = replace(self.data_collator, plan=self.plan)
         else:
             check_collator(data_collator, train_dataset)
@@ -208,6 +212,13 @@ class BaseTrainer(PredictingTrainer):
         """What a batch adds to the number its step's loss is divided by: `[]`, here the weights of the trained tokens. Where a loss needs more such
         numbers it is a list of them, of which the first counts what a mean over a held-out set is over."""
         return inputs["edge_weight"].sum()
+
+    @property
+    def loss_spans(self) -> Literal["step", "round", "batch"]:
+        """What else the loss of a row depends on, beside their number in its optimizer step: on none of them (`step`), on those of its micro-batch in all
+        processes (`round`), or in its own (`batch`). Rows change places only where that does not change the loss."""
+        own_count = self.args.world_size > 1 and not self.args.average_tokens_across_devices
+        return "batch" if own_count or self.router_loss.coefficient else "step"
 
     # ---- construction ----
 
@@ -310,6 +321,17 @@ class BaseTrainer(PredictingTrainer):
             batch_rows=collator.batch_rows and args.per_device_eval_batch_size,
         )
 
+    def _dealing(self, model: nn.Module) -> Dealing | None:
+        """How the rows of a step are dealt to what shares it, by what they cost; None for in order: nothing shares it, or it would not be the same step."""
+        args, collator = self.args, self.data_collator
+        together = {"step": args.gradient_accumulation_steps, "round": 1, "batch": 0}[self.loss_spans]
+        helps = collator.layout != "padded" and (args.world_size > 1 or (collator.one_row and together > 1))
+        return (
+            Dealing(args.world_size, together, pair_cost(model))
+            if args.balance_batches and together and helps
+            else None
+        )
+
     def _set_signature_columns_if_needed(self) -> None:
         readers = (self.row_reader(), self.row_reader(evaluation=True))
         columns = dict.fromkeys(name for read in readers for name in self.columns_of(read))
@@ -381,9 +403,12 @@ class BaseTrainer(PredictingTrainer):
         if isinstance(collator, ForestCollator):
             self.data_collator = self.collator_for(evaluation=not is_training)
         try:
-            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+            loader = super()._get_dataloader(*args, is_training=is_training, **kwargs)
         finally:
             self.data_collator = collator
+        if is_training and self.dealing is not None and isinstance(loader.dataset, Dataset):
+            deal_out(loader, costs_of(loader.dataset, collator, self.dealing.pair), self.dealing)
+        return loader
 
     def evaluate(
         self,

@@ -127,6 +127,14 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         },
     )
 
+    balance_batches: bool = field(
+        default=True,
+        metadata={
+            "help": "Deal the rows of an optimizer step to its processes and micro-batches by what they cost, where several sequences share a row. The step has "
+            "the same rows and, up to the order of its sum, the same loss; where a loss depends on more than that, rows stay in order."
+        },
+    )
+
     compile_regions: str = field(
         default="auto",
         metadata={

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -78,6 +78,11 @@ class KTOTrainer(ReferencedTrainer):
     def count_items(self, inputs: dict[str, Tensor]) -> Tensor:
         """The rows of a batch: `[]`."""
         return inputs["row_weight"].sum()
+
+    @property
+    def loss_spans(self) -> Literal["step", "round", "batch"]:
+        """An estimate of the divergence is one of a micro-batch in all processes."""
+        return "round" if self.estimates and super().loss_spans == "step" else super().loss_spans
 
     def _compared(self, scores: Any, inputs: dict[str, Tensor]) -> tuple[SampleScores, Tensor | None]:
         """Policy and reference on the rows' own completions `[B]`, and the estimate of the divergence `[]`."""
