@@ -21,7 +21,6 @@ import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
@@ -45,6 +44,7 @@ from trellium.trainers.checkpoints import (
     warn_of_other_runs,
     write_model_card,
 )
+from trellium.trainers.held_out import EvenBatches
 from trellium.trainers.layouts import layout_of
 from trellium.trainers.metered import MeteredTrainer
 from trellium.trainers.mixture import RouterLoss
@@ -339,14 +339,19 @@ class BaseTrainer(MeteredTrainer):
             warm_up(self, self.plan)
             self._shape_watch = ShapeWatch(strict=self.args.strict_shapes)
 
-    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        collator = self.data_collator
-        if isinstance(collator, ForestCollator):
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        collator, accelerator = self.data_collator, self.accelerator
+        ours = isinstance(collator, ForestCollator)
+        spread = ours and not is_training and accelerator.num_processes > 1 and isinstance(dataset, Dataset)
+        if ours:
             self.data_collator = self.collator_for(evaluation=not is_training)
+        evened = accelerator.even_batches
+        accelerator.even_batches = evened and not spread
         try:
-            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+            loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+            return EvenBatches(loader, self.data_collator, accelerator.num_processes) if spread else loader
         finally:
-            self.data_collator = collator
+            self.data_collator, accelerator.even_batches = collator, evened
 
     def evaluate(
         self,
