@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from trellium.errors import ModelError
@@ -60,12 +61,23 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
     """
     module.compile(**options)
     # What Module.compile leaves for Module.__call__; copies and pickles of the module drop it.
-    module._compiled_call_impl = _without_cache(module._compiled_call_impl, module._call_impl)
+    module._compiled_call_impl = _one_way(module._compiled_call_impl, module._call_impl)
 
 
-def _without_cache(compiled: Any, plain: Any) -> Any:
+def _one_way(compiled: Any, plain: Any) -> Any:
+    """Calls `compiled`, but with a cache `plain`; where gradients are off, with inputs that want none. For checkpointing the embeddings are made to
+    want one even there, and what differs in that from block to block would be another graph."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        cached = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
-        return (plain if cached else compiled)(*args, **kwargs)
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            return plain(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            args = tuple(map(_detached, args))
+            kwargs = {name: _detached(value) for name, value in kwargs.items()}
+        return compiled(*args, **kwargs)
 
     return call
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -28,7 +28,7 @@ class ReferencePolicy:
     def __init__(self, model: nn.Module, given: nn.Module | None = None) -> None:
         self._given = given
         if given is not None:
-            given.requires_grad_(False).eval()
+            given.eval()
             self._kept: list[tuple[nn.Parameter, Tensor]] = []
         else:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -22,7 +22,6 @@ import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
@@ -51,6 +50,7 @@ from trellium.trainers.checkpoints import (
     write_model_card,
 )
 from trellium.trainers.dealing import Dealing, deal_out
+from trellium.trainers.held_out import EvenBatches
 from trellium.trainers.images import (
     check_later_rows,
     have_images,
@@ -398,14 +398,20 @@ class BaseTrainer(PredictingTrainer):
             warm_up(self, self.plan)
             self._shape_watch = ShapeWatch(strict=self.args.strict_shapes)
 
-    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        collator = self.data_collator
-        if isinstance(collator, ForestCollator):
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        collator, accelerator = self.data_collator, self.accelerator
+        ours = isinstance(collator, ForestCollator)
+        spread = ours and not is_training and accelerator.num_processes > 1 and isinstance(dataset, Dataset)
+        if ours:
             self.data_collator = self.collator_for(evaluation=not is_training)
+        evened = accelerator.even_batches
+        accelerator.even_batches = evened and not spread
         try:
-            loader = super()._get_dataloader(*args, is_training=is_training, **kwargs)
+            loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+            if spread:
+                return EvenBatches(loader, self.data_collator, accelerator.num_processes)
         finally:
-            self.data_collator = collator
+            self.data_collator, accelerator.even_batches = collator, evened
         if is_training and self.dealing is not None and isinstance(loader.dataset, Dataset):
             deal_out(loader, costs_of(loader.dataset, collator, self.dealing.pair), self.dealing)
         return loader

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -170,8 +171,8 @@ class ReferencedTrainer(BaseTrainer):
             )
         self.model_wrapped = self.model
         if isinstance(dataset, IterableDataset):
-            size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
-            return dataset.map(self._score_rows, batched=True, batch_size=size)
+            score = partial(self._score_rows, evaluation=name != "train")
+            return dataset.map(score, batched=True, batch_size=self._reference_batch_size(name))
         fingerprint = Hasher.hash((dataset._fingerprint, self.reference.fingerprint(), self.reference_options()))
         cache = dataset._get_cache_file_path(fingerprint)
         if not (dataset.cache_files and os.path.exists(cache)):
@@ -192,19 +193,24 @@ class ReferencedTrainer(BaseTrainer):
         return (self.reference_columns,)
 
     def _reference_batches(self, dataset: Dataset, name: str) -> Iterator[dict[str, list[float]]]:
-        size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         read = dataset.select_columns(self.columns_of(self.row_reader()))
         bar = tqdm(total=len(dataset), disable=self.args.disable_tqdm, desc=f"Reference scores of {name}", unit="row")
         with bar:
-            for rows in read.iter(batch_size=size):
-                yield self._score_rows(rows)
+            for rows in read.iter(batch_size=self._reference_batch_size(name)):
+                yield self._score_rows(rows, evaluation=name != "train")
                 bar.update(len(next(iter(rows.values()))))
 
+    def _reference_batch_size(self, name: str) -> int:
+        """As many rows as the shapes that are planned for the dataset hold, unless something else was asked for."""
+        args = self.args
+        planned = args.per_device_train_batch_size if name == "train" else args.per_device_eval_batch_size
+        return args.precompute_ref_batch_size or planned
+
     @torch.no_grad()
-    def _score_rows(self, rows: dict[str, list]) -> dict[str, list[float]]:
-        """`reference_columns` of a batch of rows."""
+    def _score_rows(self, rows: dict[str, list], *, evaluation: bool) -> dict[str, list[float]]:
+        """`reference_columns` of a batch of rows, in the shapes planned for training or for evaluation."""
         assert self.reference is not None
-        collate = replace(self.collator_for(evaluation=True), columns=(), strict=False)
+        collate = replace(self.collator_for(evaluation=evaluation), columns=(), strict=False)
         batch = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
         inputs = self._prepare_inputs(collate(batch))
         with self.compute_loss_context_manager():
