@@ -356,6 +356,25 @@ def test_losses_on_an_accelerator_are_those_of_the_host(tmp_path, family):
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
+@NEURON
+@SLOW
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_planned_graphs_of_an_accelerator_serve_batches_with_any_number_of_images(tmp_path, family):
+    torch.compiler.reset()
+    options = {"gradient_checkpointing": False, "pad_to_multiple_of": 128}
+    static = {"torch_compile": True, "compile_regions": "blocks", "shapes": ["256", "512"], "strict_shapes": True}
+    curves = []
+    for more in (
+        {},
+        {"use_cpu": False, **static},
+    ):  # one after the other: accelerate knows one device a process at a time
+        trainer = trainer_for(tmp_path, family, "dpo", **options, **more)
+        trainer.train()
+        curves.append(losses(trainer))
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    torch.compiler.reset()
+
+
 class OtherKinds:
     """A processor that tells of tokens a third kind."""
 
