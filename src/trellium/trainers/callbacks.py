@@ -22,6 +22,7 @@ from rich.table import Table
 from transformers import GenerationConfig, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
+from trellium.data.images import tokenizer_in
 from trellium.data.sequence import IGNORE_INDEX
 from trellium.errors import ConfigError
 from trellium.trainers.base import BaseTrainer
@@ -231,7 +232,7 @@ def generate_completions(
 ) -> list[list[int]]:
     """What a trainer's model says to prompts, in tokens; dropout off, and the run's random numbers as before."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    tokenizer, device = trainer.processing_class, trainer.args.device
+    tokenizer, device = tokenizer_in(trainer.processing_class), trainer.args.device
     completions: list[list[int]] = []
     with _unchanged(model, device), trainer.compute_loss_context_manager():
         for begin in range(0, len(prompts), batch_size):
