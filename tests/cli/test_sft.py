@@ -128,11 +128,18 @@ def test_rows_longer_than_max_length_are_cut_and_counted(here, saved_model, capl
     assert "truncated" in caplog.text
 
 
+def test_a_part_of_a_file_is_read_as_a_stream(here, saved_model, capsys):
+    streamed = options(saved_model, dataset_streaming="true", dataset_train_split="train[:2]")
+    assert main(["sft", *streamed, "--max_steps", "1"]) == 0
+    assert main(["sft", *options(saved_model, dataset_train_split="train[:y]")]) == 2
+    assert "is no part of its rows" in capsys.readouterr().err
+
+
 BAD_OPTIONS = {
     "missing data": ({"dataset_name": "row.jsonl"}, ["row.jsonl: no such file", "rows.jsonl"]),
     "missing model": ({"model_name_or_path": "./nowhere"}, ["no folder ./nowhere", "smollm2-135m-instruct"]),
     "unknown option": ({"max_step": 3}, ["'max_step'", "'max_steps'"]),
-    "option of TRL's": ({"activation_offloading": "true"}, ["activation_offloading", "not supported"]),
+    "option of TRL's": ({"ignore_bias_buffers": "true"}, ["ignore_bias_buffers", "not supported"]),
     "quantized base": ({"load_in_4bit": "true"}, ["load_in_4bit", "bfloat16"]),
     "not a number": ({"max_length": "abc"}, ["max_length", "abc"]),
     "bad loss": ({"loss_type": "l2"}, ["nll, dft"]),
@@ -158,7 +165,7 @@ def test_bad_options_are_told_with_the_way_out_and_without_a_traceback(here, sav
     ("content", "says"),
     [
         ("max_step: 3", "c.yaml: there is no option 'max_step'. Did you mean 'max_steps'?"),
-        ("activation_offloading: true", "c.yaml: activation_offloading: True is not supported"),
+        ("load_in_8bit: true", "c.yaml: load_in_8bit: True is not supported"),
         ("max_steps: [", "c.yaml:"),
         ("- max_steps", "mapping"),
         ("env: [A]", "env must map"),

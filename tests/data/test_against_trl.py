@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -9,10 +10,13 @@ from datasets import Dataset
 
 from tests.data.stock_templates import stock_tokenizers
 from tests.tiny_tokenizer import CHATML, CHATML_MARKED, tiny_tokenizer
+from trellium import add_response_schema, get_training_chat_template, parse_response
 from trellium.data.prepare import PrepareOptions, prepare_dataset
+from trellium.data.responses import _written
 from trellium.data.rows import read_contents
+from trellium.data.template_marks import WEATHER
 from trellium.data.templates import ChatTemplate, tokens_in_spans
-from trellium.errors import DatasetError
+from trellium.errors import ConfigError, DatasetError
 
 pytestmark = pytest.mark.peers
 
@@ -90,7 +94,7 @@ def test_of_the_stock_templates_that_trl_brings_every_assistants_turn_is_found()
         if not marked.exists():
             continue
         theirs = tokenizer.apply_chat_template(
-            chat._as_wanted(messages, path.stem),
+            chat.as_wanted(messages, path.stem),
             chat_template=marked.read_text(),
             tokenize=True,
             return_dict=True,
@@ -132,3 +136,43 @@ def test_of_the_stock_templates_those_that_write_calls_of_tools_write_json_argum
         written.append(path.stem)
     assert len(written) >= 27
     assert {"qwen3", "deepseekv3", "llama3_1", "gptoss", "gemma4", "glm4moe"} <= set(written)
+
+
+def test_the_stock_templates_can_be_marked_but_for_those_that_write_a_turn_at_once():
+    marked, refused = [], []
+    for path, tokenizer in stock_tokenizers():
+        try:
+            if get_training_chat_template(tokenizer) is not None:
+                marked.append(path.stem)
+        except ConfigError:
+            refused.append(path.stem)
+    assert len(marked) >= 29
+    assert {"qwen3", "llama3", "llama3_1", "gptoss", "phi3", "deepseekv3"} <= set(marked)  # TRL: none of Llama 3.1
+    assert {stem.split("_")[0].rstrip("4") for stem in refused} <= {"gemma", "nemotron", "diffusion"}
+
+
+def test_responses_of_the_stock_templates_are_read_as_trl_reads_them():
+    """Where TRL knows the template by its text; reasoning has the name that the template reads it by."""
+    from trl import add_response_schema as theirs
+    from trl.chat_template_utils import parse_response as read_by_trl
+
+    alike = 0
+    for path, tokenizer in stock_tokenizers():
+        mine, other = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+        try:
+            other = theirs(other)
+        except ValueError:
+            continue
+        add_response_schema(mine)
+        for message, prompt, written in _written(ChatTemplate(tokenizer)):
+            prefix, ids = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, written))
+            ours = parse_response(mine, ids, prefix=prefix, tools=[WEATHER])
+            wanted = read_by_trl(other, ids, prefix=prefix, tools=[WEATHER])
+            assert ours["content"] == message["content"], path.stem
+            if (ours["content"], ours.get("tool_calls")) == (wanted["content"], wanted.get("tool_calls")):
+                alike += 1
+            else:  # TRL's wants a beginning of the answer that the prompt of this row does not have
+                assert "How is it" in wanted["content"], (path.stem, ours, wanted)
+            if "reasoning_content" in message or "thinking" in message:
+                assert "Hm." in (ours.get("reasoning_content"), ours.get("thinking")), path.stem
+    assert alike >= 60

@@ -14,7 +14,6 @@ from trellium.forest.layout import check, trees
 from trellium.forest.packing import (
     _cut_tree,
     _packed_pieces,
-    balance,
     best_fit_decreasing,
     pack_lengths,
     pack_prefixes,
@@ -171,20 +170,6 @@ def test_a_wrapped_row_is_one_sequence_and_packed_pieces_are_several():
     assert sorted(piece.input_ids.tolist() for piece in pieces) == [[20, 21], [30, 31, 32], [40, 41, 42], [43]]
     assert not any(piece.trained[0] for piece in pieces)
     assert split.split_sequences == 1
-
-
-@settings(max_examples=150, deadline=None)
-@given(costs=st.lists(st.integers(0, 1000), min_size=1, max_size=40), ranks=st.integers(1, 6))
-def test_ranks_have_as_many_rows_and_differ_in_cost_by_less_than_a_row(costs, ranks):
-    rank = balance(costs, ranks)
-    counts = np.bincount(rank, minlength=ranks)
-    assert counts.max() - counts.min() <= 1
-    whole = len(costs) // ranks * ranks  # the last, partial block of the cheapest rows comes on top
-    ordered = sorted(costs, reverse=True)
-    loads = np.bincount(rank, costs, minlength=ranks)
-    blocks = [ordered[begin : begin + ranks] for begin in range(0, whole, ranks)]
-    widest = max([block[0] - block[-1] for block in blocks] + [ordered[whole] if whole < len(costs) else 0])
-    assert loads.max() - loads.min() <= widest
 
 
 def test_attention_area_is_that_of_the_pieces():

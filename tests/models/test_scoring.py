@@ -200,15 +200,43 @@ def test_scores_pass_through_peft(installed_first):
 
 def test_a_head_inside_an_adapter_is_refused_by_name():
     batch = batch_of(rows())
-    for adapter in (
-        LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM"),
-        LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
-    ):
-        model = get_peft_model(install_scores(tiny_model()), adapter)
-        with pytest.raises(ModelError, match="output head of LlamaForCausalLM is inside an adapter"):
-            model(**batch)
-        with pytest.raises(ModelError, match="inside an adapter"):
-            install_scores(get_peft_model(tiny_model(), adapter))
+    adapter = LoraConfig(target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    model = get_peft_model(install_scores(tiny_model()), adapter)
+    with pytest.raises(ModelError, match="output head of LlamaForCausalLM is inside an adapter"):
+        model(**batch)
+    with pytest.raises(ModelError, match="inside an adapter"):
+        install_scores(get_peft_model(tiny_model(), adapter))
+
+
+@pytest.mark.parametrize("fused", [None, "nll"])
+@pytest.mark.parametrize(
+    ("trained", "tied"), [({"modules_to_save": ["lm_head"]}, False), ({"trainable_token_indices": [3, 5, 9]}, True)]
+)
+def test_a_head_that_is_trained_whole_or_by_rows_has_the_loss_and_gradients_of_full_logits(trained, tied, fused):
+    data, models = rows(), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **trained)
+        models.append(get_peft_model(tiny_model(tie_word_embeddings=tied), lora))
+        with torch.no_grad():
+            for parameter in models[-1].parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+    model, reference = install_scores(models[0]), models[1]
+    batch = batch_of(data)
+    if fused:
+        loss = model(**batch, score_outputs=(), fused_loss=fused).loss_sum
+    else:
+        loss = loss_of(model(**batch), batch)
+    expected = padded_loss(reference, data)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    assert_same_gradients(model, reference, 2e-5)
+    with model.disable_adapter(), torch.no_grad():
+        off = loss_of(model(**batch), batch)
+    with reference.disable_adapter(), torch.no_grad():
+        torch.testing.assert_close(off, padded_loss(reference, data))
 
 
 def test_virtual_prompt_tokens_are_refused_by_name():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trellium.ops import head_products
+from trellium.ops import head_products, products
 
 
 def operands(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,19 +37,20 @@ def test_products_are_those_of_torch(monkeypatch, layout, onednn):
 
 def test_whoever_turns_onednn_off_gets_torch_s_products(monkeypatch):
     left, right = operands("rows")
-    assert head_products._is_onednn(left, right) == torch.backends.mkldnn.is_available()
+    assert products.is_onednn(left, right) == torch.backends.mkldnn.is_available()
+    assert not products.is_onednn(left.double(), right.double())
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not head_products._is_onednn(left, right)
+    assert not products.is_onednn(left, right)
 
 
-def test_operands_that_overlap_themselves_are_left_to_torch():
-    left, right = operands("one row many times")
-    assert not head_products._is_onednn(left, right)
-    assert not head_products._is_onednn(*(tensor.double() for tensor in operands("rows")))
-
-
-def test_low_precision_is_summed_in_float32():
+@pytest.mark.parametrize("native", [True, False])
+def test_low_precision_is_summed_in_float32(monkeypatch, native):
+    """Each product is rounded at most once, where the host has such products, and their sum never."""
+    monkeypatch.setattr(head_products, "_HAS_BFLOAT16", native)
     left, right = (tensor.bfloat16() for tensor in operands("rows"))
+    exact = left.float() @ right.float()
     place = torch.full((7, 9), torch.nan)
     head_products.set_product(place, left, right)
-    torch.testing.assert_close(place, left.float() @ right.float())
+    torch.testing.assert_close(place, exact.bfloat16().float() if native else exact)
+    head_products.add_product(total := torch.full((7, 9), 1e4), left, right)
+    torch.testing.assert_close(total, place + 1e4)

@@ -27,6 +27,7 @@ trl = pytest.importorskip("trl", reason="install the bench extra")
 
 STEPS = 20
 ROWS = 42  # the last batch of an epoch has two
+GIVEN = ("model", "peft_config", "ref_model", "eval_dataset", "compute_metrics")
 NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward"}
 
 
@@ -39,7 +40,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 def trainer(library: Any, method: str, folder: Path, dataset: Dataset, **options: Any) -> Any:
     """One of ours or of TRL's; a reference for TRL's is made as the model is, since it would load one by the name of a model made in memory."""
     name = NAMES[method]
-    given = {key: options.pop(key) for key in ("model", "peft_config", "ref_model", "eval_dataset") if key in options}
+    given = {key: options.pop(key) for key in GIVEN if key in options}
     model = given.pop("model", None)
     model = model_for(method) if model is None else model
     if method in ("dpo", "kto") and library is trl and "peft_config" not in given:
@@ -233,6 +234,43 @@ REWARD = {
 def test_reward_modelling_is_trls(tmp_path, case):
     margin, options = REWARD[case]
     assert_equal_curves(*both("reward", tmp_path, preference_rows(ROWS, margin=margin), **options))
+
+
+# ---- predictions
+
+
+class Seen:
+    """A `compute_metrics` that keeps what it was given."""
+
+    def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        self.predictions, self.labels = prediction.predictions, prediction.label_ids
+        return {"mine": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("method", "rows"), [("sft", "text"), ("dpo", "pairs"), ("kto", "judged"), ("reward", "pairs")]
+)
+def test_metrics_of_the_user_s_read_what_trls_read(tmp_path, method, rows):
+    made = {"text": lambda: text_rows(6), "pairs": lambda: preference_rows(6), "judged": lambda: unpaired_rows(6)}[rows]
+    seen = {}
+    for library in (trellium, trl):
+        seen[library] = Seen()
+        run = trainer(
+            library,
+            method,
+            tmp_path / library.__name__,
+            made(),
+            eval_dataset=made(),
+            compute_metrics=seen[library],
+            per_device_eval_batch_size=3,
+        )
+        assert run.evaluate()["eval_mine"] == 1.0
+    ours, theirs = seen[trellium], seen[trl]
+    torch.testing.assert_close(torch.from_numpy(ours.predictions), torch.from_numpy(theirs.predictions))
+    if method == "reward":
+        assert ours.labels == theirs.labels == ()
+    else:  # nothing predicts a row's first token, which TRL labels all the same
+        assert (ours.labels[:, 1:] == theirs.labels[:, 1:]).all()
 
 
 # ---- what differs on purpose

@@ -28,8 +28,6 @@ def test_bfloat16_can_be_asked_for_on_a_machine_without_accelerator(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"activation_offloading": True}, "activation_offloading=True is not supported yet"),
-        ({"activation_offloading": True}, "gradient_checkpointing"),
         ({"max_lenght": 3}, "Did you mean 'max_length'"),
         ({"loss_type": "l2"}, "nll, dft"),
         ({"max_length": 1}, "at least 2"),
@@ -45,11 +43,6 @@ def test_bfloat16_can_be_asked_for_on_a_machine_without_accelerator(tmp_path):
 def test_options_that_cannot_be_are_named(tmp_path, options, says):
     with pytest.raises(ConfigError, match=says):
         SFTConfig(output_dir=str(tmp_path), use_cpu=True, **options)
-
-
-def test_options_that_come_later_may_ask_for_what_happens_anyway(tmp_path):
-    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, activation_offloading=False)
-    assert not hasattr(config, "activation_offloading")
 
 
 def test_flags_are_parsed_from_the_command_line(tmp_path):

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from trellium import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
+from trellium.data import files
 from trellium.errors import ConfigError, DatasetError
 from trellium.trainers.dataset_mixture import DatasetConfig
 
@@ -57,10 +58,34 @@ def test_the_rows_held_out_are_the_same_in_every_run_and_not_trained(here):
         ({"path": "json", "data_dir": "splits", "split": "test"}, 3),
         ({"path": "splits", "data_files": "tr*.jsonl"}, 5),
         ({"path": ".", "data_dir": "splits"}, 5),
+        ({"path": "a.jsonl", "split": "train[:50%]"}, 4),
+        ({"path": "splits", "split": "train[1:3]+test"}, 5),
+        ({"path": "json", "data_files": {"held": "b.jsonl"}, "split": "held[-5:]"}, 5),
     ],
 )
 def test_files_are_chosen_as_load_dataset_chooses_them(here, part, count):
     assert len(mixed(part)["train"]) == count
+
+
+def test_files_of_a_hub_dataset_are_asked_for_by_name(here, monkeypatch):
+    asked = []
+
+    def load_dataset(*names, **options):
+        asked.append((names, options))
+        return Dataset.from_list([{"text": "a"}])
+
+    monkeypatch.setattr(files, "load_dataset", load_dataset)
+    for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(variable, raising=False)
+    mixed({"path": "owner/name", "name": "en", "data_files": "x/*.jsonl", "data_dir": "d", "split": "train[:9]"})
+    expected = {"split": "train[:9]", "streaming": False, "data_files": "x/*.jsonl", "data_dir": "d"}
+    assert asked == [(("owner/name", "en"), expected)]
+
+
+def test_a_file_can_be_read_as_a_stream(here):
+    rows = files.load_dataset_from("a.jsonl", "train[:3]", streaming=True)
+    assert isinstance(rows, IterableDataset)
+    assert [row["at"] for row in rows] == [0, 1, 2]
 
 
 def test_columns_are_chosen_and_rows_still_know_their_line(here):
@@ -86,7 +111,9 @@ BAD = {
     "missing file": (["c.jsonl"], {}, "c.jsonl: no such file"),
     "no file fits": ([{"path": "json", "data_files": "c*.jsonl"}], {}, "no file fits"),
     "split of files": ([{"path": "json", "data_files": "a.jsonl", "split": "test"}], {}, "are 'train'"),
-    "hub files": ([{"path": "owner/name", "data_files": "a.jsonl"}], {}, "a folder on this machine"),
+    "hub files offline": ([{"path": "owner/name", "data_files": "a.jsonl"}], {}, "may not be asked"),
+    "files of a file": ([{"path": "a.jsonl", "data_files": "a.jsonl"}], {}, "this is a file"),
+    "no part": ([{"path": "a.jsonl", "split": "train[:x]"}], {}, "is no part of its rows"),
     "held-out share": (["a.jsonl"], {"test_split_size": 1.5}, "test_split_size must be"),
     "all held out": (["a.jsonl"], {"test_split_size": 8}, "leaves none to train on"),
     "held out of a stream": (["a.jsonl"], {"test_split_size": 0.5, "streaming": True}, "exclude each other"),

@@ -13,7 +13,7 @@ from trellium.data.samples import ReadTokens
 from trellium.errors import ConfigError, ModelError
 from trellium.forest.collate import ForestCollator
 from trellium.monitor import max_compiles
-from trellium.trainers.run_plan import sizes_of
+from trellium.trainers.row_sizes import sizes_of
 
 STATIC = {"automatic_dynamic_shapes": False, "recompile_limit": 64}
 

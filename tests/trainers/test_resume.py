@@ -40,6 +40,13 @@ def cut(file, keep=0.5):
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
 
 
+def beside(folder, name):
+    """Half of a file of weights that is kept in a folder of its own."""
+    (folder / name).parent.mkdir()
+    shutil.copy(folder / "model.safetensors", folder / name)
+    cut(folder / name)
+
+
 DAMAGES = {
     "no state": (lambda folder: (folder / "trainer_state.json").unlink(), "has no trainer_state.json"),
     "state cut": (lambda folder: cut(folder / "trainer_state.json"), "trainer_state.json that cannot be read"),
@@ -54,6 +61,14 @@ DAMAGES = {
     "optimizer cut": (lambda folder: cut(folder / "optimizer.pt"), "has a damaged optimizer.pt"),
     "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), "has no optimizer.pt"),
     "no scheduler": (lambda folder: (folder / "scheduler.pt").unlink(), "has no scheduler.pt"),
+    "moved reference cut": (
+        lambda folder: beside(folder, "reference/weights.safetensors"),
+        "has a damaged reference/weights.safetensors",
+    ),
+    "moving average cut": (
+        lambda folder: beside(folder, "bema/average.safetensors"),
+        "has a damaged bema/average.safetensors",
+    ),
     "random state cut": (lambda folder: cut(folder / "rng_state.pth"), "has a damaged rng_state.pth"),
 }
 

@@ -382,8 +382,6 @@ def test_formatting_func_makes_the_text(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ({"compute_metrics": lambda p: {}}, "full logits"),
-        ({"preprocess_logits_for_metrics": lambda a, b: a}, "no logits"),
         ({"compute_loss_func": lambda a, b: a}, "compute_scored_loss"),
         ({"quantization_config": object()}, "not supported yet"),
         ({"data_collator": lambda rows: {"input_ids": torch.zeros(1, 2)}}, None),

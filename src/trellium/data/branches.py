@@ -72,9 +72,16 @@ class Branches:
         return Branches(self.prompt[beyond:], tuple(each[-max_length:] for each in self.completions), self.merged)
 
     def encoded(
-        self, values: dict[str, Any], whole: Branches, limits: TokenLimits, where: str, origin: int
+        self,
+        values: dict[str, Any],
+        whole: Branches,
+        limits: TokenLimits,
+        where: str,
+        origin: int,
+        *,
+        image_cut: bool = False,
     ) -> EncodedRow:
-        """The row whose columns are `values`, where these branches are what was left of the `whole` ones.
+        """The row whose columns are `values`, where these branches are what was left of the `whole` ones; `image_cut` of an image only a part.
 
         Raises:
             DatasetError: a sequence beyond the model's limits; says `where`.
@@ -85,6 +92,8 @@ class Branches:
             fate = Fate.NO_COMPLETION
         elif not whole.trainable:
             fate = Fate.TOO_SHORT
+        elif image_cut:
+            fate = Fate.IMAGE_CUT
         else:
             fate = Fate.KEPT if self.trainable else Fate.TRUNCATED_AWAY
         cut = whole.tokens - self.tokens

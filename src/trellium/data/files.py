@@ -37,6 +37,7 @@ from trellium.data.places import PYTHON_DOCS, SUFFIXES, check_dataset_name
 from trellium.data.python_docs import SPLITS as PYTHON_DOCS_SPLITS
 from trellium.data.python_docs import python_docs
 from trellium.data.rows import SOURCE_COLUMN, shorten
+from trellium.data.splits import rows_of_split
 from trellium.errors import DatasetError
 
 _REVISION = 2
@@ -54,6 +55,7 @@ def load_dataset_from(
     config: str | None = None,
     online: bool | None = None,
     streaming: bool = False,
+    **hub_files: Any,
 ) -> Dataset | IterableDataset:
     """One split of a dataset, by what its user calls it.
 
@@ -61,10 +63,11 @@ def load_dataset_from(
         path_or_name: `python-docs`; a `.jsonl`, `.json`, `.csv`, `.parquet` or `.txt` file; a folder of such files, or one written by
             `Dataset.save_to_disk`; or `organization/name` on the Hub.
         split: `train`, `test` or `validation`. A single file is `train`. In a folder, a file whose name begins with a split's name belongs to it,
-            and if there is none such, all files are `train`.
+            and if there is none such, all files are `train`. Parts of splits are written as `datasets` has them: `train[:90%]`, `train+test`.
         config: the configuration of a Hub dataset.
         online: whether the Hub may be asked; None: unless `HF_HUB_OFFLINE` or `HF_DATASETS_OFFLINE` is set.
-        streaming: of a Hub dataset, an `IterableDataset` that downloads while it is read.
+        streaming: an `IterableDataset`: of the Hub's, which downloads while it is read; of rows here, which are then prepared while they are trained.
+        hub_files: `data_dir` and `data_files` of a Hub dataset, as `datasets.load_dataset` takes them.
 
     Returns:
         The rows. Those from files of lines have `file:line` in the column `_source`.
@@ -75,19 +78,24 @@ def load_dataset_from(
     check_dataset_name(path_or_name)
     name = os.fspath(path_or_name)
     path = Path(name).expanduser()
+    if name != PYTHON_DOCS and not path.exists():
+        return _load_from_hub(name, split, config=config, online=online, streaming=streaming, **hub_files)
+    rows = rows_of_split(split, lambda part: _load_here(name, path, part), name=name)
+    return rows.to_iterable_dataset() if streaming else rows
+
+
+def _load_here(name: str, path: Path, split: str) -> Dataset:
     if name == PYTHON_DOCS:
         if split not in PYTHON_DOCS_SPLITS:
             raise _no_split(name, split, PYTHON_DOCS_SPLITS)
         return python_docs(split)
     if path.is_dir():
         return _load_folder(path, split)
-    if path.is_file():
-        if split != "train":
-            raise DatasetError(
-                f"{path}: a single file has only the split 'train', {split!r} was asked for. Name the other file, or a folder with {split}.jsonl in it."
-            )
-        return _load_file(path)
-    return _load_from_hub(name, split, config=config, online=online, streaming=streaming)
+    if split != "train":
+        raise DatasetError(
+            f"{path}: a single file has only the split 'train', {split!r} was asked for. Name the other file, or a folder with {split}.jsonl in it."
+        )
+    return _load_file(path)
 
 
 def available_splits(path_or_name: str | os.PathLike) -> tuple[str, ...] | None:
@@ -114,7 +122,7 @@ def _no_split(name: str, split: str, there: tuple[str, ...]) -> DatasetError:
 
 
 def _load_from_hub(
-    name: str, split: str, *, config: str | None, online: bool | None, streaming: bool
+    name: str, split: str, *, config: str | None, online: bool | None, streaming: bool, **files: Any
 ) -> Dataset | IterableDataset:
     def on(variable: str) -> bool:
         return os.environ.get(variable, "").upper() in {"1", "ON", "YES", "TRUE"}
@@ -127,7 +135,7 @@ def _load_from_hub(
             f"Give a file ({', '.join(SUFFIXES)}), a folder, or '{PYTHON_DOCS}', which is bundled; or go online: unset HF_HUB_OFFLINE and HF_DATASETS_OFFLINE."
         )
     try:
-        return load_dataset(name, config, split=split, streaming=streaming)
+        return load_dataset(name, config, split=split, streaming=streaming, **files)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DatasetError(
             f"{name}: there is no such file or folder here, and the Hugging Face Hub did not give it as a dataset with the split {split!r}: "

@@ -17,7 +17,7 @@ Preferences:
 | `unpaired`   | `prompt`, `completion` and `label`                                                                   |
 | `tokens`     | `prompt_ids` with `chosen_ids` and `rejected_ids`, or with `completion_ids` and `label`              |
 
-Conversations may bring `tools` and `chat_template_kwargs`. Other columns are left alone.
+Conversations may bring `tools` and `chat_template_kwargs`; any row `image` or `images` (`trellium.data.images`). Other columns are left alone.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _ACCEPTED = (
 )
 _MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask")
 _ASKED_COLUMNS = ("tools", "chat_template_kwargs")
+IMAGE_COLUMNS = ("image", "images")
+"""Of which a dataset may have one."""
 
 Kind = Literal["text", "messages", "prompt-completion", "preference", "unpaired", "tokens"]
 
@@ -58,12 +60,21 @@ class RowFormat:
     @property
     def fields(self) -> tuple[str, ...]:
         """Of the columns, those that hold what is tokenized, or tokens."""
-        return tuple(c for c in self.columns if c not in (*_ASKED_COLUMNS, SOURCE_COLUMN, "label"))
+        return tuple(c for c in self.columns if c not in (*_ASKED_COLUMNS, *IMAGE_COLUMNS, SOURCE_COLUMN, "label"))
+
+    @property
+    def images(self) -> str:
+        """The column of images, empty where there is none."""
+        return next((c for c in self.columns if c in IMAGE_COLUMNS), "")
 
 
 def _format(kind: Kind, conversational: bool, fields: tuple[str, ...], have: set[str], field: str = "") -> RowFormat:
     """The format that reads `fields`, and of the columns there are those that belong to such rows."""
-    beside = (*(_ASKED_COLUMNS if conversational else ()), SOURCE_COLUMN)
+    if have.issuperset(IMAGE_COLUMNS):
+        raise DatasetError(
+            "there are both 'image' and 'images' among the columns. Keep one: dataset.remove_columns(['image']) or ['images']."
+        )
+    beside = (*(_ASKED_COLUMNS if conversational else ()), *IMAGE_COLUMNS, SOURCE_COLUMN)
     return RowFormat(kind, conversational, (*fields, *(c for c in beside if c in have)), field)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, List, Value
 
 from trellium.data.formats import RowFormat
+from trellium.data.images import undecoded
 from trellium.data.report import FATE_REASONS, Fate, PreparationReport, log_report, why_none_is_left
 from trellium.data.rows import place_of, read_number
 from trellium.data.token_checks import NO_LIMITS, TokenLimits
@@ -212,6 +213,11 @@ def open_rows(dataset: object, options: PipelineOptions) -> tuple[Rows, list[str
     return rows, list(rows.column_names or first), first
 
 
+def rows_at_once(format: RowFormat) -> int:
+    """How many rows are in memory together while they are prepared."""
+    return 64 if format.images else 1000
+
+
 def encode_rows(rows: Rows, columns: Sequence[str], kind: RowKind, options: PipelineOptions) -> Prepared:
     """The rows that are trained on, encoded, and the account of what was done, which is logged; no account for an `IterableDataset`.
 
@@ -231,9 +237,12 @@ def encode_rows(rows: Rows, columns: Sequence[str], kind: RowKind, options: Pipe
     encode = EncodeRows(kind, keep, options.called, streaming=isinstance(rows, IterableDataset))
     read = list(dict.fromkeys((*kind.format.columns, *keep)))
     chosen = rows.select_columns(read)
+    if kind.format.images:
+        chosen = undecoded(chosen, kind.format.images)
     shared: dict[str, Any] = {
         "with_indices": True,
         "batched": True,
+        "batch_size": rows_at_once(kind.format),
         "remove_columns": read,
         "features": encode.features,
     }
@@ -244,6 +253,7 @@ def encode_rows(rows: Rows, columns: Sequence[str], kind: RowKind, options: Pipe
         encode,
         num_proc=processes if processes > 1 and len(chosen) >= 2 * processes else None,
         desc=f"Tokenizing {options.name}",
+        writer_batch_size=rows_at_once(kind.format),
         **shared,
     )
     return _keep_trainable(encoded, chosen, options)

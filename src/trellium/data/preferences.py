@@ -12,21 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from datasets import Features
 
 from trellium.data.branches import Branches
-from trellium.data.encoding import Encoder, check_truncation_mode
+from trellium.data.encoding import Encoder, Processing, check_truncation_mode
 from trellium.data.formats import RowFormat, detect_preferences
 from trellium.data.pipeline import TOKENS, EncodedRow, PipelineOptions, Prepared, Row, Rows, encode_rows, open_rows
 from trellium.data.report import Fate
 from trellium.data.rows import Asked, Content, joined, read_preference, read_token_list
 from trellium.data.token_checks import TokenLimits
 from trellium.errors import ConfigError, DatasetError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,22 +69,25 @@ class Preferences:
 
     @property
     def features(self) -> Features:
-        """`prompt_ids`, `chosen_ids`, `rejected_ids`."""
-        return Features(prompt_ids=TOKENS, chosen_ids=TOKENS, rejected_ids=TOKENS)
+        """`prompt_ids`, `chosen_ids`, `rejected_ids`, and the images of the prompt where rows have any."""
+        return Features(prompt_ids=TOKENS, chosen_ids=TOKENS, rejected_ids=TOKENS, **self.encoder.image_features)
 
     def encode(self, rows: list[Row], places: list[str]) -> list[EncodedRow]:
         """One row of tokens a row."""
         if self.format.kind == "tokens":
             branches = [_read_branches(row, where) for row, where in zip(rows, places, strict=True)]
+            asked = [tokens_asked(self.encoder, row, where) for row, where in zip(rows, places, strict=True)]
         else:
-            contents, asked = read_preferences(rows, places, self.format)
+            contents, asked = read_preferences(rows, places, self.format, self.encoder)
             branches = encode_branches(self.encoder, contents, asked)
         encoded = []
-        for origin, (whole, where) in enumerate(zip(branches, places, strict=True)):
+        for origin, (whole, where, asks) in enumerate(zip(branches, places, asked, strict=True)):
             left = whole.cut(self.max_length, self.truncation_mode)
             chosen, rejected = left.completions
             values = {"prompt_ids": left.prompt, "chosen_ids": chosen, "rejected_ids": rejected}
-            encoded.append(left.encoded(values, whole, self.limits, where, origin))
+            values |= self.encoder.stored_images(asks)
+            cut = self.encoder.cuts_image(whole.prompt, left.prompt)
+            encoded.append(left.encoded(values, whole, self.limits, where, origin, image_cut=cut))
         return encoded
 
 
@@ -121,7 +120,7 @@ class PreferredSequences:
                 for column in ("chosen_ids", "rejected_ids")
             ]
         else:
-            contents, asked = read_preferences(rows, places, self.format)
+            contents, asked = read_preferences(rows, places, self.format, self.encoder)
             sides = [
                 self.encoder.sequences([joined(content[0], content[side]) for content in contents], asked)
                 for side in (1, 2)
@@ -144,17 +143,19 @@ class PreferredSequences:
 
 
 def read_preferences(
-    rows: list[Row], places: list[str], format: RowFormat
-) -> tuple[list[tuple[Content, Content, Content]], list[Asked]]:
-    """Of each row prompt, chosen and rejected, and what it asks of the chat template.
+    rows: list[Row], places: list[str], format: RowFormat, encoder: Encoder
+) -> tuple[list[tuple[Content, ...]], list[Asked]]:
+    """Of each row prompt, chosen and rejected, with places for the prompt's images, and what it asks of the chat template.
 
     Raises:
         DatasetError: a row that is wrong.
     """
     contents, asked = [], []
     for row, where in zip(rows, places, strict=True):
-        content, asks = read_preference(row, where, format.fields, conversational=format.conversational)
-        contents.append(content)
+        content, asks = read_preference(
+            row, where, format.fields, conversational=format.conversational, image_blocks=bool(format.images)
+        )
+        contents.append(encoder.illustrate(row, content, asks, only_first=True))
         asked.append(asks)
     return contents, asked
 
@@ -165,7 +166,7 @@ def encode_branches(
     """Prompts with their completions, as many in each row, to tokens.
 
     Raises:
-        DatasetError: messages without a prompt, for which no chat template writes a beginning.
+        DatasetError: messages without a prompt, for which no chat template writes a beginning; images that the answers do not share.
     """
     for (prompt, *_), asks in zip(contents, asked, strict=True):
         if encoder.conversational and not prompt:
@@ -178,7 +179,21 @@ def encode_branches(
         encoder.sequences([joined(content[0], content[branch]) for content in contents], asked)
         for branch in range(1, len(contents[0]))
     ]
-    return [Branches.split(prompt, of_row) for prompt, *of_row in zip(prompts, *wholes, strict=True)]
+    branches = [Branches.split(prompt, of_row) for prompt, *of_row in zip(prompts, *wholes, strict=True)]
+    for each, asks in zip(branches, asked, strict=True):
+        if any(encoder.cuts_image(sequence, each.prompt) for sequence in each.sequences):
+            raise DatasetError(
+                f"{asks['where']}: the chat template writes the prompt's images otherwise when an answer follows, so that the answers do not share them. "
+                "Set another template with chat_template_path."
+            )
+    return branches
+
+
+def tokens_asked(encoder: Encoder, row: Row, where: str) -> Asked:
+    """What is known of a row of tokens: its place, and its images where rows have any."""
+    asked: Asked = {"where": where}
+    encoder.illustrate(row, ("",), asked)
+    return asked
 
 
 def _read_branches(row: Row, where: str) -> Branches:
@@ -186,19 +201,17 @@ def _read_branches(row: Row, where: str) -> Branches:
     return Branches(prompt, tuple(completions))
 
 
-def prepare_preferences(dataset: Rows, tokenizer: PreTrainedTokenizerBase, options: PreferenceOptions) -> Rows:
+def prepare_preferences(dataset: Rows, tokenizer: Processing, options: PreferenceOptions) -> Rows:
     """Preferences as the trainers take them; see `prepare_preferences_with_report`. What was done is logged in one line."""
     return prepare_preferences_with_report(dataset, tokenizer, options)[0]
 
 
-def prepare_preferences_with_report(
-    dataset: Rows, tokenizer: PreTrainedTokenizerBase, options: PreferenceOptions
-) -> Prepared:
+def prepare_preferences_with_report(dataset: Rows, tokenizer: Processing, options: PreferenceOptions) -> Prepared:
     """Preferences as the trainers take them, and the account of what was done.
 
     Args:
         dataset: rows with `chosen` and `rejected` (`trellium.data.formats`). An `IterableDataset` is prepared as it is read.
-        tokenizer: the model's.
+        tokenizer: the model's, or its processor.
         options: how.
 
     Returns:
@@ -212,6 +225,11 @@ def prepare_preferences_with_report(
     """
     rows, columns, first = open_rows(dataset, options)
     format = detect_preferences(columns, first, whole_sequences=options.whole_sequences, name=options.called)
+    if options.whole_sequences and format.images:
+        raise ConfigError(
+            f"{options.called}: the rows have images ('{format.images}'), which reward models do not read here, nor in TRL, where they are passed over in "
+            f"silence. To judge the text alone, take them away: dataset.remove_columns(['{format.images}'])."
+        )
     encoder = Encoder.of(tokenizer, format, options)
     kind: Preferences | PreferredSequences
     if options.whole_sequences:

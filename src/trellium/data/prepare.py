@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from trellium.data.encoding import TRUNCATION_MODES, Encoder, check_truncation_mode
+from trellium.data.encoding import TRUNCATION_MODES, Encoder, Processing, check_truncation_mode
 from trellium.data.formats import RowFormat, check_options, detect_format
 from trellium.data.pipeline import PipelineOptions, Prepared, Row, Rows, encode_rows, open_rows
 from trellium.data.prepared import check_prepared
 from trellium.data.report import PreparationReport
 from trellium.data.tokenization import Supervised
 from trellium.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "TRUNCATION_MODES",
@@ -63,22 +59,22 @@ class PrepareOptions(PipelineOptions):
             )
 
 
-def prepare_dataset(dataset: Rows, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> Rows:
+def prepare_dataset(dataset: Rows, tokenizer: Processing, options: PrepareOptions) -> Rows:
     """The dataset as the trainers take it; see `prepare_with_report`. What was done is logged in one line."""
     return prepare_with_report(dataset, tokenizer, options)[0]
 
 
-def prepare_with_report(dataset: Rows, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> Prepared:
+def prepare_with_report(dataset: Rows, tokenizer: Processing, options: PrepareOptions) -> Prepared:
     """The dataset as the trainers take it, and the account of what was done.
 
     Args:
         dataset: rows of an accepted kind (`trellium.data.formats`). An `IterableDataset` is prepared as it is read.
-        tokenizer: the model's.
+        tokenizer: the model's, or its processor.
         options: how.
 
     Returns:
-        A dataset with the columns `input_ids` and `labels` (`[n]` each; -100 is not a target, and the first token never is one) and its
-        account. There is no account for an `IterableDataset`, nor with `skip_prepare`.
+        A dataset with the columns `input_ids` and `labels` (`[n]` each; -100 is not a target, and the first token never is one), with `images` where
+        rows have any, and its account. There is no account for an `IterableDataset`, nor with `skip_prepare`.
 
     Raises:
         DatasetError: no rows, a row that is wrong, or no row with anything to train.
@@ -90,7 +86,7 @@ def prepare_with_report(dataset: Rows, tokenizer: PreTrainedTokenizerBase, optio
     return encode_rows(rows, columns, _kind(tokenizer, columns, first, options), options)
 
 
-def _kind(tokenizer: PreTrainedTokenizerBase, columns: list[str], first: Row, options: PrepareOptions) -> Supervised:
+def _kind(tokenizer: Processing, columns: list[str], first: Row, options: PrepareOptions) -> Supervised:
     """How the rows, of which `first` is one, are read and encoded."""
     if options.formatting_func is not None:
         format = RowFormat("text", False, tuple(columns))

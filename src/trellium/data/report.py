@@ -18,6 +18,7 @@ class Fate(enum.IntEnum):
     TRUNCATED_AWAY = 3
     TOO_LONG = 4
     NO_COMPLETION = 5
+    IMAGE_CUT = 6
 
 
 FATE_REASONS = {
@@ -26,6 +27,7 @@ FATE_REASONS = {
     Fate.TRUNCATED_AWAY: "all trained tokens beyond max_length",
     Fate.TOO_LONG: "more tokens than max_length",
     Fate.NO_COMPLETION: "a completion of which no token is left after the prompt",
+    Fate.IMAGE_CUT: "an image of which max_length would cut tokens",
 }
 WAYS_OUT = {
     Fate.TOO_SHORT: "give longer texts",
@@ -33,6 +35,7 @@ WAYS_OUT = {
     Fate.TRUNCATED_AWAY: "raise max_length, or shorten the prompts",
     Fate.TOO_LONG: "raise max_length, or shorten the texts",
     Fate.NO_COMPLETION: "check what the chat template writes of the completions",
+    Fate.IMAGE_CUT: "raise max_length, or let the processor make images smaller",
 }
 
 

@@ -46,7 +46,7 @@ Message = dict[str, Any]
 Content = str | list[Message]
 """What is tokenized: a text, or messages."""
 Asked = dict[str, Any]
-"""`where` a row stands, and the `tools` and `options` with which its messages are rendered."""
+"""`where` a row stands, the `tools` and `options` with which its messages are rendered, and `images` where rows have any."""
 
 
 def shorten(value: object, width: int = 60) -> str:
@@ -78,11 +78,11 @@ def read_text(value: object, where: str, column: str) -> str:
     )
 
 
-def read_messages(value: object, where: str, column: str) -> list[Message]:
+def read_messages(value: object, where: str, column: str, *, image_blocks: bool = False) -> list[Message]:
     """A conversation as a list of `{"role", "content", …}` with string contents.
 
     From/value messages are renamed, blocks of text are joined, and what Arrow filled with None is left out. The content of an assistant message
-    that only calls tools becomes `""`.
+    that only calls tools becomes `""`. With `image_blocks` contents that were blocks of text and images stay blocks.
 
     Raises:
         DatasetError: anything else; names the message by its index.
@@ -110,10 +110,10 @@ def read_messages(value: object, where: str, column: str) -> list[Message]:
         raise DatasetError(
             f"{where}: '{column}' is an empty list. Every row needs at least one message: drop the row with dataset.filter(...)."
         )
-    return [_read_message(message, where, column, position) for position, message in enumerate(value)]
+    return [_read_message(message, where, column, position, image_blocks) for position, message in enumerate(value)]
 
 
-def _read_message(message: object, where: str, column: str, position: int) -> Message:
+def _read_message(message: object, where: str, column: str, position: int, image_blocks: bool) -> Message:
     at = f"{where}: message {position} of '{column}'"
     if not isinstance(message, dict):
         raise DatasetError(
@@ -142,7 +142,8 @@ def _read_message(message: object, where: str, column: str, position: int) -> Me
 
     content = kept.get("content")
     if isinstance(content, list):
-        content = _join_blocks(content, at)
+        blocks = [_read_block(block, at, image_blocks) for block in content]
+        content = blocks if image_blocks else "".join(block["text"] for block in blocks)
     elif content is None:
         if not kept.get("tool_calls"):
             raise DatasetError(
@@ -172,20 +173,35 @@ def _read_tool_calls(value: object, at: str) -> list[dict]:
     )
 
 
-def _join_blocks(blocks: list, at: str) -> str:
-    texts = []
-    for block in blocks:
-        if isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str):
-            texts.append(block["text"])
-            continue
-        raise DatasetError(
-            f"{at} has a content block {shorten(block)}. Only blocks {{'type': 'text', 'text': '…'}} can be trained on: leave out rows with images, audio or video."
-        )
-    return "".join(texts)
+def _read_block(block: object, at: str, image_blocks: bool) -> dict[str, Any]:
+    kept = {key: field for key, field in block.items() if field is not None} if isinstance(block, dict) else {}
+    if kept.get("type") == "text" and isinstance(kept.get("text"), str):
+        return {"type": "text", "text": kept["text"]}
+    if kept.get("type") == "image" and image_blocks:
+        return {key: field for key, field in kept.items() if key in ("type", "image")}
+    way_out = (
+        "or images, {'type': 'image'}, can be trained on: leave out rows with audio or video."
+        if image_blocks
+        else "can be trained on. Images are read where the dataset has a column 'image' or 'images'; leave out rows with audio or video."
+    )
+    raise DatasetError(
+        f"{at} has a content block {shorten(block)}. Only blocks {{'type': 'text', 'text': '…'}} {way_out}"
+    )
+
+
+def rendering(asked: Asked) -> Asked:
+    """Of what is known of a row, what `ChatTemplate.render` takes."""
+    return {name: value for name, value in asked.items() if name != "images"}
 
 
 def read_contents(
-    row: Mapping[str, Any], where: str, columns: Sequence[str], *, conversational: bool, may_be_empty: bool = False
+    row: Mapping[str, Any],
+    where: str,
+    columns: Sequence[str],
+    *,
+    conversational: bool,
+    may_be_empty: bool = False,
+    image_blocks: bool = False,
 ) -> tuple[tuple[Content, ...], Asked]:
     """What a row says in some columns, all text or all messages, and what it asks of the chat template.
 
@@ -193,6 +209,7 @@ def read_contents(
         columns: of the row; the messages of all of them are one conversation's, with the same tools.
         conversational: whether they hold messages, in every row.
         may_be_empty: whether a text may be `""`.
+        image_blocks: whether messages may hold images.
 
     Returns:
         The contents in order, and `where`, `tools` and `options` as `ChatTemplate.render` takes them.
@@ -218,7 +235,8 @@ def read_contents(
         return tuple(read_text(row[column], where, column) for column in columns), {"where": where}
     tools = read_tools(row.get("tools"), where)
     asked = {"where": where, "tools": tools, "options": read_template_options(row.get("chat_template_kwargs"), where)}
-    return tuple(type_calls(read_messages(row[column], where, column), tools) for column in columns), asked
+    read = [read_messages(row[column], where, column, image_blocks=image_blocks) for column in columns]
+    return tuple(type_calls(messages, tools) for messages in read), asked
 
 
 def joined(prompt: Content, completion: Content) -> Content:
@@ -227,7 +245,7 @@ def joined(prompt: Content, completion: Content) -> Content:
 
 
 def read_preference(
-    row: Mapping[str, Any], where: str, columns: Sequence[str], *, conversational: bool
+    row: Mapping[str, Any], where: str, columns: Sequence[str], *, conversational: bool, image_blocks: bool = False
 ) -> tuple[tuple[Content, Content, Content], Asked]:
     """The prompt, the chosen and the rejected completion of a row, and what it asks of the chat template.
 
@@ -236,7 +254,9 @@ def read_preference(
     Raises:
         DatasetError: as `read_contents`.
     """
-    contents, asked = read_contents(row, where, columns, conversational=conversational, may_be_empty=True)
+    contents, asked = read_contents(
+        row, where, columns, conversational=conversational, may_be_empty=True, image_blocks=image_blocks
+    )
     *prompt, chosen, rejected = contents
     if prompt:
         return (prompt[0], chosen, rejected), asked

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from trellium.data.sequence import IGNORE_INDEX, Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Row = Mapping[str, Any]
 
@@ -87,6 +90,20 @@ class RowReader(Protocol):
 
     def sizes(self, table: pa.Table) -> RowSizes:
         """Those of the rows of a table with `columns`."""
+
+
+class BatchImages(Protocol):
+    """From the images of rows to what a model is given of them."""
+
+    @property
+    def column(self) -> str:
+        """The column in which a row's images stand."""
+
+    def holds(self, ids: np.ndarray) -> bool:
+        """Whether a sequence has tokens that stand for an image."""
+
+    def __call__(self, images: Ordered[Ordered[Any]], input_ids: Tensor) -> dict[str, Tensor]:
+        """The model's tensors of a batch: `images` in the order in which they lie in it, by row or tree; `input_ids` `[R, L]`."""
 
 
 @dataclass(frozen=True, slots=True)

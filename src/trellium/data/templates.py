@@ -106,7 +106,7 @@ class ChatTemplate:
         Raises:
             DatasetError: the template refuses the conversation; carries the template's own words.
         """
-        wanted = self._as_wanted(messages, where)
+        wanted = self.as_wanted(messages, where)
         try:
             return self.tokenizer.apply_chat_template(
                 wanted,
@@ -122,7 +122,7 @@ class ChatTemplate:
                 "Change the row to what the template expects, or set another template with chat_template_path."
             ) from error
 
-    def _as_wanted(self, messages: list[Message], where: str) -> list[Message]:
+    def as_wanted(self, messages: list[Message], where: str) -> list[Message]:
         """The messages in the form that this template writes: contents as blocks, calls of tools as it takes them."""
         if any("tool_calls" in message for message in messages):
             if self._wants_json_arguments is None:
@@ -135,7 +135,12 @@ class ChatTemplate:
         return self._in_blocks(messages) if self._wants_blocks else messages
 
     def _in_blocks(self, messages: list[Message]) -> list[Message]:
-        return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+        return [
+            message
+            if isinstance(message["content"], list)
+            else {**message, "content": [{"type": "text", "text": message["content"]}]}
+            for message in messages
+        ]
 
     @functools.cached_property
     def _wants_json_arguments(self) -> bool | None:
@@ -170,7 +175,7 @@ class ChatTemplate:
         """The tokens of a conversation and, by the template's own `{% generation %}` marks, `[n]` bool of what the assistant wrote."""
         self.render(messages, where=where, tools=tools, options=options)  # the error with the row, if there is one
         encoded = self.tokenizer.apply_chat_template(
-            self._as_wanted(messages, where),
+            self.as_wanted(messages, where),
             tools=tools,
             tokenize=True,
             return_dict=True,
@@ -178,6 +183,26 @@ class ChatTemplate:
             **(options or {}),
         )
         return list(encoded["input_ids"]), np.asarray(encoded["assistant_masks"], dtype=bool)
+
+    def marked_spans(
+        self,
+        messages: list[Message],
+        *,
+        where: str,
+        tools: list[dict] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> list[Span]:
+        """Where in the rendering of a conversation lies what the template's own `{% generation %}` marks say the assistant wrote."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        _, [spans] = render_jinja_template(
+            conversations=[self.as_wanted(messages, where)],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **(options or {})},
+        )
+        return [(start, end) for start, end in spans]
 
     def is_marked(self, tools: list[dict] | None = None) -> bool:
         """Whether the template that serves a row with these tools has `{% generation %}` marks."""
@@ -282,7 +307,7 @@ class ChatTemplate:
             return None
         turn = upto[len(before) :]
         shared = next((turn[cut:] for cut in range(len(turn)) if text.startswith(turn[cut:], start)), "")
-        said = [message["content"].strip(), *_tool_names(message)]
+        said = [_text_of(message).strip(), *_tool_names(message)]
         return start + len(shared) if shared and any(said) and all(word in shared for word in said) else None
 
     def _pieces(self, text: str) -> list[str]:
@@ -305,6 +330,11 @@ def _with_json_arguments(value: dict[str, Any]) -> dict[str, Any]:
     if isinstance(value.get("arguments"), dict):
         changed["arguments"] = json.dumps(value["arguments"], ensure_ascii=False)
     return changed
+
+
+def _text_of(message: Message) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)
 
 
 def _tool_names(message: Message) -> list[str]:

@@ -10,8 +10,8 @@ Cost: the tokenizer's time; rendering a conversation adds about 70 µs, and as m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from datasets import Features
 
 from trellium.data.encoding import Encoder
 from trellium.data.formats import RowFormat
+from trellium.data.images import shifted
 from trellium.data.pipeline import TOKENS, EncodedRow, Row
 from trellium.data.report import Fate
 from trellium.data.rows import (
@@ -29,12 +30,13 @@ from trellium.data.rows import (
     read_contents,
     read_text,
     read_tokens,
+    rendering,
     shorten,
 )
 from trellium.data.sequence import IGNORE_INDEX
 from trellium.data.templates import ChatTemplate, tokens_in_spans, tokens_in_spans_by_prefix
 from trellium.data.token_checks import TokenLimits, check_labels
-from trellium.errors import DatasetError
+from trellium.errors import ConfigError, DatasetError
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class Supervised:
 
     @property
     def features(self) -> Features:
-        """`input_ids`, `labels`."""
-        return Features(input_ids=TOKENS, labels=TOKENS)
+        """`input_ids`, `labels`, and the images where rows have any."""
+        return Features(input_ids=TOKENS, labels=TOKENS, **self.encoder.image_features)
 
     def encode(self, rows: list[Row], places: list[str]) -> list[EncodedRow]:
         """One row of tokens a row."""
@@ -83,6 +85,7 @@ class Supervised:
     def _finish(self, row: _Marked, where: str, origin: int) -> EncodedRow:
         """A row cut to `max_length`, with its labels, how many tokens were cut and what becomes of it."""
         ids, trained = row.input_ids, row.trained
+        whole = ids
         cut = 0 if self.max_length is None else max(0, len(ids) - self.max_length)
         trained[:1] = False
         had_targets = bool(trained.any())
@@ -93,13 +96,15 @@ class Supervised:
         self.limits.check(ids, where)
         labels = np.where(trained, np.asarray(ids, dtype=np.int32), np.int32(IGNORE_INDEX)).astype(np.int32)
         targets = int(trained.sum())
-        if targets:
+        if self.encoder.cuts_image(whole, ids):
+            fate = Fate.IMAGE_CUT
+        elif targets:
             fate = Fate.KEPT
         elif had_targets:
             fate = Fate.TRUNCATED_AWAY
         else:
             fate = Fate.TOO_SHORT if len(ids) < 2 else Fate.ALL_MASKED
-        values = {"input_ids": ids, "labels": labels}
+        values = {"input_ids": ids, "labels": labels, **row.images}
         return EncodedRow(values, fate, len(ids), targets, len(ids), cut, origin, row.merged, row.unstopped)
 
     def _tokens(self, row: Row, where: str) -> _Marked:
@@ -114,7 +119,9 @@ class Supervised:
             trained &= np.asarray(read["assistant_masks"], dtype=bool)
         if "completion_mask" in read and self.completion_only_loss:
             trained &= np.asarray(read["completion_mask"], dtype=bool)
-        return _Marked(ids, trained)
+        asked: Asked = {"where": where}
+        self.encoder.illustrate(row, ("",), asked)
+        return _Marked(ids, trained, self.encoder.stored_images(asked))
 
     def _texts(self, rows: list[Row], places: list[str]) -> list[_Marked]:
         field = self.format.field
@@ -122,9 +129,12 @@ class Supervised:
             self._formatted(row, where) if self.formatting_func else read_text(row.get(field), where, field)
             for row, where in zip(rows, places, strict=True)
         ]
+        asked: list[Asked] = [{"where": where} for where in places]
+        for row, text, asks in zip(rows, texts, asked, strict=True):
+            self.encoder.illustrate(row, (text,), asks)
         return [
-            _Marked(ids, np.ones(len(ids), dtype=bool))
-            for ids in self.encoder.sequences(texts, [{"where": where} for where in places])
+            _Marked(ids, np.ones(len(ids), dtype=bool), self.encoder.stored_images(asks))
+            for ids, asks in zip(self.encoder.sequences(texts, asked), asked, strict=True)
         ]
 
     def _formatted(self, row: Row, where: str) -> str:
@@ -137,48 +147,66 @@ class Supervised:
         return text
 
     def _prompt_completions(self, rows: list[Row], places: list[str]) -> list[_Marked]:
-        read = [
-            read_contents(row, where, self.format.fields, conversational=False)
-            for row, where in zip(rows, places, strict=True)
-        ]
+        read = [self._read(row, where) for row, where in zip(rows, places, strict=True)]
         asked = [asks for _, asks in read]
         prompts = self.encoder.sequences([parts[0] for parts, _ in read], asked, whole=False)
         wholes = self.encoder.sequences([joined(*parts) for parts, _ in read], asked)
         return [
-            self._after_prompt(prompt, _Marked(whole, np.ones(len(whole), dtype=bool)))
-            for prompt, whole in zip(prompts, wholes, strict=True)
+            self._after_prompt(
+                prompt, _Marked(whole, np.ones(len(whole), dtype=bool), self.encoder.stored_images(asks))
+            )
+            for prompt, whole, asks in zip(prompts, wholes, asked, strict=True)
         ]
+
+    def _read(self, row: Row, where: str) -> tuple[tuple[Any, ...], Asked]:
+        """What a row says in its columns, with places for its images, and what it asks of the chat template."""
+        conversational, image_blocks = self.format.conversational, bool(self.format.images)
+        parts, asked = read_contents(
+            row, where, self.format.fields, conversational=conversational, image_blocks=image_blocks
+        )
+        return self.encoder.illustrate(row, parts, asked), asked
 
     def _after_prompt(self, prompt: list[int], whole: _Marked) -> _Marked:
         start = common_prefix_length(prompt, whole.input_ids)
         if self.completion_only_loss:
             whole.trained[:start] = False
-        return _Marked(whole.input_ids, whole.trained, merged=start < len(prompt), unstopped=whole.unstopped)
+        return replace(whole, merged=start < len(prompt))
 
     def _conversations(self, rows: list[Row], places: list[str]) -> list[_Marked]:
-        read: list[tuple[tuple[Any, ...], Asked]] = [
-            read_contents(row, where, self.format.fields, conversational=True)
-            for row, where in zip(rows, places, strict=True)
-        ]
+        read = [self._read(row, where) for row, where in zip(rows, places, strict=True)]
         chat = self.encoder.chat()
         conversations: list[list[Message]] = [[message for part in parts for message in part] for parts, _ in read]
-        texts = [chat.render(messages, **asked) for messages, (_, asked) in zip(conversations, read, strict=True)]
+        texts = [
+            chat.render(messages, **rendering(asked)) for messages, (_, asked) in zip(conversations, read, strict=True)
+        ]
         derive = self.assistant_only_loss and self.encoder.tokenizer.is_fast
-        encoded = self.encoder.ids(texts, special=False, offsets=derive)
+        encoded = self._encoded(texts, [asked for _, asked in read], offsets=derive)
         marked = []
-        for at, (messages, text, (_, asked)) in enumerate(zip(conversations, texts, read, strict=True)):
-            ids = list(encoded["input_ids"][at])
+        for messages, text, (_, asked), tokens in zip(conversations, texts, read, encoded, strict=True):
             if self.assistant_only_loss:
-                offsets = encoded["offset_mapping"][at] if derive else None
-                row = self._assistant_turns(chat, messages, text, asked, ids, offsets)
+                row = self._assistant_turns(chat, messages, text, asked, tokens)
             else:
+                ids = list(tokens["input_ids"])
                 unstopped = messages[-1]["role"] == "assistant" and not text.rstrip().endswith(chat.special_tokens)
                 row = _Marked(ids, np.ones(len(ids), dtype=bool), unstopped=unstopped)
-            marked.append(row)
+            marked.append(replace(row, images=self.encoder.stored_images(asked)))
         if self.format.kind == "messages":
             return marked
         prompts = self.encoder.sequences([parts[0] for parts, _ in read], [asked for _, asked in read], whole=False)
         return [self._after_prompt(prompt, row) for prompt, row in zip(prompts, marked, strict=True)]
+
+    def _encoded(self, texts: list[str], asked: list[Asked], *, offsets: bool) -> list[Mapping[str, Any]]:
+        """Of each rendered conversation `input_ids`, with `offsets` also where its tokens lie."""
+        if self.encoder.images is None:
+            encoded = self.encoder.ids(texts, special=False, offsets=offsets)
+            return [{name: values[at] for name, values in encoded.items()} for at in range(len(texts))]
+        options: dict[str, Any] = {"add_special_tokens": False}
+        if offsets:
+            options |= {"return_offsets_mapping": True, "return_text_replacement_offsets": True}
+        return [
+            self.encoder.images.encode(text, asks["images"], asks["where"], **options)
+            for text, asks in zip(texts, asked, strict=True)
+        ]
 
     def _assistant_turns(
         self,
@@ -186,15 +214,21 @@ class Supervised:
         messages: list[Message],
         text: str,
         asked: Asked,
-        ids: list[int],
-        offsets: list[tuple[int, int]] | None,
+        tokens: Mapping[str, Any],
     ) -> _Marked:
-        if chat.is_marked(asked["tools"]) and offsets is not None:
+        ids, offsets, asked = list(tokens["input_ids"]), tokens.get("offset_mapping"), rendering(asked)
+        marks = offsets is not None and chat.is_marked(asked["tools"])
+        if marks and self.encoder.images is None:
             ids, trained = chat.encode_marked(messages, **asked)
         else:
-            spans = chat.assistant_spans(messages, text, **asked)
+            spans = chat.marked_spans(messages, **asked) if marks else chat.assistant_spans(messages, text, **asked)
+            if offsets is None and self.encoder.images is not None:
+                raise ConfigError(
+                    f"{asked['where']}: assistant_only_loss with images needs to know where tokens lie in the text, which only a fast tokenizer tells. "
+                    "Use one (use_fast=True), or set assistant_only_loss=False."
+                )
             if offsets is not None:
-                trained = tokens_in_spans(offsets, spans)
+                trained = tokens_in_spans(offsets, shifted(spans, tokens.get("text_replacement_offsets") or []))
             else:
                 trained = tokens_in_spans_by_prefix(self.encoder.tokenizer, text, ids, spans)
         targets = np.flatnonzero(trained)
@@ -204,9 +238,10 @@ class Supervised:
 
 @dataclass(frozen=True)
 class _Marked:
-    """A row's tokens before it is cut: which are trained, whether a token crosses the prompt's end, whether the last trained token does not end a turn."""
+    """A row's tokens before it is cut: which are trained, the column of its images, whether a token crosses the prompt's end, whether the last trained token does not end a turn."""
 
     input_ids: list[int]
     trained: np.ndarray
+    images: dict[str, list] = field(default_factory=dict)
     merged: bool = False
     unstopped: bool = False

@@ -11,21 +11,28 @@ Source: the columns and the rules are TRL 1.16's, where a row that is alone has 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, Value
 from datasets.fingerprint import Hasher
 
 from trellium.data.branches import Branches
-from trellium.data.encoding import Encoder
+from trellium.data.encoding import Encoder, Processing
 from trellium.data.formats import RowFormat, detect_unpaired
-from trellium.data.pipeline import TOKENS, EncodedRow, PipelineOptions, Prepared, Row, Rows, encode_rows, open_rows
-from trellium.data.preferences import encode_branches, read_preferences
+from trellium.data.pipeline import (
+    TOKENS,
+    EncodedRow,
+    PipelineOptions,
+    Prepared,
+    Row,
+    Rows,
+    encode_rows,
+    open_rows,
+    rows_at_once,
+)
+from trellium.data.preferences import encode_branches, read_preferences, tokens_asked
 from trellium.data.rows import Asked, Content, read_contents, read_label, read_token_list
 from trellium.data.token_checks import TokenLimits
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _MISMATCHED = "kl_completion_ids"
 
@@ -59,8 +66,8 @@ class JudgedAnswers:
 
     @property
     def features(self) -> Features:
-        """`prompt_ids`, `completion_ids`, `label`."""
-        return Features(prompt_ids=TOKENS, completion_ids=TOKENS, label=Value("bool"))
+        """`prompt_ids`, `completion_ids`, `label`, and the images of the prompt where rows have any."""
+        return Features(prompt_ids=TOKENS, completion_ids=TOKENS, label=Value("bool"), **self.encoder.image_features)
 
     def encode(self, rows: list[Row], places: list[str]) -> list[EncodedRow]:
         """One row of tokens an answer: of paired rows first all that were chosen, then all that were rejected.
@@ -69,37 +76,45 @@ class JudgedAnswers:
         """
         origins = list(range(len(rows)))
         if self.format.kind == "preference":
-            pairs, asked = read_preferences(rows, places, self.format)
+            pairs, asked = read_preferences(rows, places, self.format, self.encoder)
             answers = [(pair[0], pair[side]) for side in (1, 2) for pair in pairs]
             branches = encode_branches(self.encoder, answers, asked * 2)
             labels, origins = [True] * len(rows) + [False] * len(rows), origins * 2
         else:
             labels = [read_label(row, where) for row, where in zip(rows, places, strict=True)]
-            branches = self._read(rows, places)
+            branches, asked = self._read(rows, places)
         encoded = []
         for whole, label, origin in zip(branches, labels, origins, strict=True):
             left = whole.cut(self.max_length, "keep_start")
             completion = whole.completions[0][: self.max_length]
             values = {"prompt_ids": left.prompt, "completion_ids": completion, "label": label}
-            encoded.append(left.encoded(values, whole, self.limits, places[origin], origin))
+            values |= self.encoder.stored_images(asked[origin])
+            cut = self.encoder.cuts_image(whole.prompt, left.prompt)
+            encoded.append(left.encoded(values, whole, self.limits, places[origin], origin, image_cut=cut))
         return encoded
 
-    def _read(self, rows: list[Row], places: list[str]) -> list[Branches]:
+    def _read(self, rows: list[Row], places: list[str]) -> tuple[list[Branches], list[Asked]]:
         if self.format.kind == "tokens":
             fields = [
                 [read_token_list(row, where, column) for column in ("prompt_ids", "completion_ids")]
                 for row, where in zip(rows, places, strict=True)
             ]
-            return [Branches(prompt, (completion,)) for prompt, completion in fields]
+            known = [tokens_asked(self.encoder, row, where) for row, where in zip(rows, places, strict=True)]
+            return [Branches(prompt, (completion,)) for prompt, completion in fields], known
         contents: list[tuple[Content, ...]] = []
         asked: list[Asked] = []
         for row, where in zip(rows, places, strict=True):
             content, asks = read_contents(
-                row, where, self.format.fields, conversational=self.format.conversational, may_be_empty=True
+                row,
+                where,
+                self.format.fields,
+                conversational=self.format.conversational,
+                may_be_empty=True,
+                image_blocks=bool(self.format.images),
             )
-            contents.append(content)
+            contents.append(self.encoder.illustrate(row, content, asks, only_first=True))
             asked.append(asks)
-        return encode_branches(self.encoder, contents, asked)
+        return encode_branches(self.encoder, contents, asked), asked
 
 
 @dataclass(frozen=True)
@@ -136,20 +151,18 @@ class PairWithOther:
         return completions[0] if self.rows is None else self.rows[(indices[at] + 1) % len(self.rows)]["completion_ids"]
 
 
-def prepare_unpaired(dataset: Rows, tokenizer: PreTrainedTokenizerBase, options: UnpairedOptions) -> Rows:
+def prepare_unpaired(dataset: Rows, tokenizer: Processing, options: UnpairedOptions) -> Rows:
     """Judged answers as the trainers take them; see `prepare_unpaired_with_report`. What was done is logged in one line."""
     return prepare_unpaired_with_report(dataset, tokenizer, options)[0]
 
 
-def prepare_unpaired_with_report(
-    dataset: Rows, tokenizer: PreTrainedTokenizerBase, options: UnpairedOptions
-) -> Prepared:
+def prepare_unpaired_with_report(dataset: Rows, tokenizer: Processing, options: UnpairedOptions) -> Prepared:
     """Judged answers as the trainers take them, and the account of what was done.
 
     Args:
         dataset: rows with `prompt`, `completion` and `label`, or with `chosen` and `rejected` (`trellium.data.formats`). An `IterableDataset` is
             prepared as it is read.
-        tokenizer: the model's.
+        tokenizer: the model's, or its processor.
         options: how.
 
     Returns:
@@ -166,10 +179,11 @@ def prepare_unpaired_with_report(
     kind = JudgedAnswers(Encoder.of(tokenizer, format, options), format, options.max_length, options.limits)
     answers, report = encode_rows(rows, columns, kind, options)
     features = Features({**(answers.features or {}), _MISMATCHED: TOKENS})
+    at_once = rows_at_once(format)
     paired: dict[str, Any] = {
         "with_indices": True,
         "batched": True,
-        "batch_size": options.together * -(-1000 // options.together),
+        "batch_size": options.together * -(-at_once // options.together),
         "features": features,
     }
     if isinstance(answers, IterableDataset):
@@ -179,5 +193,6 @@ def prepare_unpaired_with_report(
         **paired,
         # Of the rows' own, which is short; the function holds all of them.
         new_fingerprint=Hasher.hash((answers._fingerprint, options.max_length, options.together, _MISMATCHED)),
+        writer_batch_size=at_once,
         desc=f"Pairing {options.name}",
     ), report

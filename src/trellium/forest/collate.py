@@ -8,6 +8,9 @@ Which rows are in a batch is the sampler's decision. How their sequences lie is 
 
 Linear in tokens. Where the shapes of a run are planned, a batch is filled up to the smallest planned shape that holds it; else
 `pad_to_multiple_of` makes both the row length and the number of edges multiples, so that a device that compiles per shape meets few of them.
+
+Rows with images share tokens only among their own sequences: with another row's they would have to share every image, which the tokens do not tell. What
+the sequences of a row share, its images included, is forwarded once. The tensors of images are as many as there are; no shape is planned for them.
 """
 
 from __future__ import annotations
@@ -21,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trellium.data.samples import ReadTokens, RowReader, Samples
+from trellium.data.samples import BatchImages, ReadTokens, RowReader, Samples
 from trellium.data.sequence import Sequence
 from trellium.errors import ConfigError
 from trellium.forest.batch import ForestBatch, Shape
 from trellium.forest.layout import TermFields, chains, trees
 from trellium.forest.shapes import ShapePlan
-from trellium.forest.trie import prefix_order
+from trellium.forest.trie import group_codes, prefix_order
 
 Layout = Literal["padded", "packed", "shared"]
 
@@ -46,6 +49,7 @@ class ForestCollator:
         read: how rows become sequences.
         terms: whether each sample reads its own scores. Then the batch also holds `row_weight` `[B]`, 1 for rows of the dataset, and the columns.
         columns: columns of numbers that rows bring: each becomes `row_<name>`, `[B]` float32.
+        images: what the model is given of rows' images, as `model_inputs`; None where rows have none.
         batch_rows: `B` that a batch of terms is filled up to, where shapes are static; None for as many as come.
 
     Raises:
@@ -62,6 +66,7 @@ class ForestCollator:
     terms: bool = False
     columns: tuple[str, ...] = ()
     batch_rows: int | None = None
+    images: BatchImages | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.pad_token_id, int) or self.pad_token_id < 0:
@@ -72,8 +77,8 @@ class ForestCollator:
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
             raise ConfigError(f"pad_to_multiple_of must be at least 1, or none, got {self.pad_to_multiple_of}")
 
-    def __call__(self, rows: Ordered[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Rows to the mapping `ForestBatch.tensors()`, with `data_tokens` `[]` int64, the tokens of the rows, and what `terms` adds.
+    def __call__(self, rows: Ordered[Mapping[str, Any]]) -> dict[str, Any]:
+        """Rows to the mapping `ForestBatch.tensors()`, with `data_tokens` `[]` int64, the tokens of the rows, and what `terms` and `images` add.
 
         Raises:
             DatasetError: an empty batch or an empty row.
@@ -84,15 +89,37 @@ class ForestCollator:
         shape = None if self.plan is None or not samples.sequences else self._shape(samples, self.plan)
         batch = self._lay(samples, shape, term_fields)
         tensors = batch.tensors() | {"data_tokens": torch.tensor(samples.tokens)}
-        return tensors | (self._of_rows(rows, batch) if self.terms else {})
+        tensors |= self._of_rows(rows, batch) if self.terms else {}
+        return tensors | self._of_images(rows, samples.row, batch)
+
+    def _of_images(self, rows: Ordered[Mapping[str, Any]], row_of: np.ndarray, batch: ForestBatch) -> dict[str, Any]:
+        """What the model is given of the rows' images; padding is made of a token that stands for none."""
+        if self.images is None:
+            return {}
+        ids = batch.input_ids
+        ids.masked_fill_(torch.arange(ids.shape[1]) >= batch.real_tokens[:, None], self.pad_token_id)
+        order = list(dict.fromkeys(row_of.tolist())) if self.layout == "shared" else row_of.tolist()
+        given = [rows[row].get(self.images.column) or [] for row in order]
+        return {"model_inputs": self.images(given, ids)}
 
     def _lay(self, samples: Samples, shape: Shape | None, term_fields: TermFields | None) -> ForestBatch:
         sizes: dict[str, Any] = {"multiple": self.pad_to_multiple_of or 1, "shape": shape}
         options = {"term_fields": term_fields, **sizes}
         if self.layout == "padded" or not samples.sequences:
             return chains(samples.sequences, **options)
-        apart = None if self.layout == "shared" else range(len(samples.sequences))
-        return trees(samples.sequences, self._rows_of(samples), groups=apart, **options)
+        return trees(samples.sequences, self._rows_of(samples), groups=self._groups(samples), **options)
+
+    def _groups(self, samples: Samples) -> Ordered[int]:
+        """Of each sequence a number: only those with equal ones share."""
+        if self.layout != "shared":
+            return range(len(samples.sequences))
+        if self.images is None:
+            return [0] * len(samples.sequences)
+        holds = self.images.holds
+        return [
+            1 + int(row) if holds(sequence.input_ids) else 0
+            for sequence, row in zip(samples.sequences, samples.row, strict=True)
+        ]
 
     def _rows_of(self, samples: Samples) -> np.ndarray:
         """`[S]`, in which row of the batch each sequence lies."""
@@ -113,12 +140,13 @@ class ForestCollator:
         tensors["sample_position"] = torch.nn.functional.pad(last, (0, missing))
         return tensors
 
-    def idle(self, shape: Shape) -> dict[str, Tensor]:
+    def idle(self, shape: Shape) -> dict[str, Any]:
         """A batch of a planned shape with one token, which is not trained."""
         sequence = Sequence(np.asarray([self.pad_token_id]), np.zeros(1, dtype=bool))
         batch = chains([sequence], shape=shape, term_fields={} if self.terms else None)
         tensors = batch.tensors() | {"data_tokens": torch.tensor(0)}
-        return tensors | (self._of_rows([], batch) if self.terms else {})
+        tensors |= self._of_rows([], batch) if self.terms else {}
+        return tensors | self._of_images([], np.zeros(0, dtype=np.int64), batch)
 
     @property
     def one_row(self) -> bool:
@@ -134,7 +162,8 @@ class ForestCollator:
         trained = sum(int(sequence.trained.sum()) for sequence in sequences)
         row_of = self._rows_of(samples)
         if self.layout == "shared":
-            order = prefix_order([sequence.input_ids for sequence in sequences], row_of)
+            codes = group_codes(self._groups(samples))
+            order = prefix_order([each.input_ids for each in sequences], row_of * (int(codes.max()) + 1) + codes)
             tokens = np.bincount(row_of[order.order], order.lengths - order.shared)
         else:
             tokens = np.bincount(row_of, [len(sequence) for sequence in sequences])

@@ -256,29 +256,6 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return row_of
 
 
-def balance(costs: Ordered[float] | np.ndarray, ranks: int) -> np.ndarray:
-    """`[n]` int64, the rank of each row of a step, such that ranks have as many rows, to one, and nearly the same cost.
-
-    By blocks of `ranks` rows in descending cost, the dearest of a block to the rank with the least so far. Two ranks then differ by no more than the
-    largest difference within a block, where a row that is missing costs nothing: their difference before is turned against the block's, and so stays
-    within the larger of the two.
-
-    Args:
-        costs: `[n]`, what each row costs: its tokens and its attention area, weighed as by `shapes.StepCost`.
-        ranks: how many share them.
-    """
-    cost = np.asarray(costs, dtype=np.float64)
-    descending = np.argsort(-cost, kind="stable")
-    rank = np.empty(len(cost), dtype=np.int64)
-    load = np.zeros(ranks)
-    for begin in range(0, len(cost), ranks):
-        block = descending[begin : begin + ranks]
-        least = np.argsort(load, kind="stable")[: len(block)]
-        rank[block] = least
-        load[least] += cost[block]
-    return rank
-
-
 def pieces_of(sequences: Ordered[Sequence], packing: Packing, row: int) -> list[Sequence]:
     """What lies in a row, to be laid out by `layout.trees`: its pieces, or the one sequence that they are joined to.
 

@@ -1,4 +1,4 @@
-"""Load a causal language model and its tokenizer by name: a folder, a Hub name, or the bundled model.
+"""Load a language model, which may read images, and its tokenizer or processor by name: a folder, a Hub name, or the bundled model.
 
 Only safetensors are read (a pickle can run any code when it is opened) and no code of a repository is run, unless asked. Weights are float32 unless
 asked otherwise. What goes wrong with a name is a `ModelError` that says what was looked for and what to do.
@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from trellium.errors import ConfigError, ModelError
 from trellium.models.bundled import bundled_model_folder
@@ -23,7 +32,7 @@ from trellium.models.places import BUNDLED_MODEL, model_place
 
 
 def load_model(name_or_path: str | os.PathLike | None = None, **init_kwargs: Any) -> PreTrainedModel:
-    """A causal language model, in training form on the CPU.
+    """A causal language model, or the vision-language model that a configuration names, in training form on the CPU.
 
     Args:
         name_or_path: a folder, a Hub name, or None for the bundled model (also by the name `smollm2-135m-instruct`).
@@ -32,7 +41,22 @@ def load_model(name_or_path: str | os.PathLike | None = None, **init_kwargs: Any
     Raises:
         ModelError: nothing there, nothing that can be read, only weights in pickles, or weights without a tensor that the model needs.
     """
-    return load_with(AutoModelForCausalLM, name_or_path, **init_kwargs)
+    where = _resolve(name_or_path)
+    return load_with(
+        AutoModelForImageTextToText if _reads_images(where, init_kwargs) else AutoModelForCausalLM,
+        name_or_path,
+        **init_kwargs,
+    )
+
+
+def _reads_images(where: str, init_kwargs: dict[str, Any]) -> bool:
+    """Whether the configuration at a place is one of a vision-language model, and its weights are of the whole."""
+    options = {key: init_kwargs[key] for key in ("trust_remote_code", "revision", "token") if key in init_kwargs}
+    with _explained(where):
+        config = AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **options})
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    classes = whole if isinstance(whole, tuple) else (whole,)
+    return bool(set(config.architectures or ()) & {each.__name__ for each in classes if each is not None})
 
 
 def load_with(
@@ -85,6 +109,16 @@ def load_tokenizer(name_or_path: str | os.PathLike | None = None, **init_kwargs:
     where = _resolve(name_or_path, weights=False)
     with _explained(where):
         return AutoTokenizer.from_pretrained(where, **{"trust_remote_code": False, **init_kwargs})
+
+
+def load_processing(name_or_path: str | os.PathLike | None = None, **init_kwargs: Any) -> Any:
+    """What makes a model's inputs: the processor of one that reads images, else its tokenizer; arguments and errors as in `load_model`."""
+    where = _resolve(name_or_path, weights=False)
+    alone = Path(where).is_dir() and not (Path(where) / "config.json").is_file()  # a tokenizer without a model
+    if alone or not _reads_images(where, init_kwargs):
+        return load_tokenizer(name_or_path, **init_kwargs)
+    with _explained(where):
+        return AutoProcessor.from_pretrained(where, **{"trust_remote_code": False, **init_kwargs})
 
 
 def _resolve(name_or_path: str | os.PathLike | None, *, weights: bool = True) -> str:

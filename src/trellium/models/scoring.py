@@ -25,6 +25,8 @@ from transformers.utils import ModelOutput
 from trellium.errors import ModelError
 from trellium.models.attention import forest_arguments, forest_reading
 from trellium.models.forwards import has_second_forward, replace_forward
+from trellium.models.image_positions import GRID, knows_positions, tree_positions
+from trellium.models.images import TOKEN_TYPES, inputs_beside_text
 from trellium.ops.attention import rows_are_chains
 from trellium.ops.head import token_scores, weighted_nll
 
@@ -78,8 +80,9 @@ def install_scores(model: nn.Module) -> nn.Module:
 
     The scoring call takes the tensors of a `ForestBatch`, `score_outputs` (of `trellium.ops.head.OUTPUTS`), `temperature`, and `fused_loss` ("nll" or
     "dft"), with which it also returns `loss_sum` over `edge_weight`, its gradients already made (`trellium.ops.head.weighted_nll`): a product less than
-    a loss of the scores, which are then without gradients; `label_smoothing` goes with it. All by keyword. Rows must be single chains padded on the right, unless
-    `trellium.models.attention.let_read_forests` found that the model reads trees. It returns a `ScoreOutput`.
+    a loss of the scores, which are then without gradients; `label_smoothing` goes with it. A vision-language model takes what its processor makes of
+    images (`pixel_values` …) too. All by keyword. Rows must be single chains padded on the right, unless `trellium.models.attention.let_read_forests` found
+    that the model reads trees. It returns a `ScoreOutput`.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(base, PreTrainedModel):
@@ -93,6 +96,9 @@ def install_scores(model: nn.Module) -> nn.Module:
     transform = _head_transform(base)
     if not any(parameter.is_meta for parameter in head.parameters()):
         _measure_head(base, backbone, head, transform)
+    # Plain attributes: copied and pickled with the model, not saved with its weights.
+    base._inputs_beside_text = inputs_beside_text(backbone)
+    base._places_images = knows_positions(backbone)
     replace_forward(base, "edge_position", _score)
     return model
 
@@ -118,6 +124,8 @@ def _score(
 ) -> ScoreOutput:
     # PEFT and trainers name optional arguments of a plain call; None says nothing.
     given = {name: value for name, value in kwargs.items() if value is not None}
+    backbone, head = _backbone(model), _head(model)
+    images = {name: given.pop(name) for name in model._inputs_beside_text if name in given}
     if given:
         prompt_learning = "past_key_values" in given or "inputs_embeds" in given
         raise ModelError(
@@ -130,10 +138,11 @@ def _score(
         )
     if input_ids is None or subtree_end is None:
         raise TypeError("a scoring call needs input_ids, subtree_end, edge_position and edge_target")
-    backbone, head = _backbone(model), _head(model)
     routers = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
     arguments: dict[str, Any] = {"output_router_logits": True} if routers else {}
-    reading = forest_reading(model)
+    types = next((name for name in TOKEN_TYPES if name in images), "")
+    # A model that is told which tokens are of images makes their attention itself, a sequence a row, unless it only places them.
+    reading = "chains" if types and not model._places_images else forest_reading(model)
     if reading == "chains":
         if not torch.compiler.is_compiling():
             torch._assert_async(
@@ -144,9 +153,12 @@ def _score(
     elif position_ids is None:
         raise TypeError("a scoring call of a model that reads forests needs position_ids")
     else:
-        arguments |= forest_arguments(reading, subtree_end, position_ids, head.weight.dtype)
-    outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments)
+        arguments |= forest_arguments(reading, subtree_end, position_ids, next(head.parameters()).dtype)
+        if types:
+            arguments["position_ids"] = tree_positions(backbone, subtree_end, images.pop(types), images.get(GRID))
+    outputs = backbone(input_ids=input_ids, use_cache=False, return_dict=True, **arguments, **images)
     hidden = outputs.last_hidden_state
+    weight = head.weight  # once: where PEFT trains some of its rows, it is put together anew
     transform = _head_transform(model)
     options: dict[str, Any] = {
         "bias": getattr(head, "bias", None),
@@ -158,12 +170,12 @@ def _score(
     edges = hidden.reshape(-1, hidden.shape[-1]).index_select(0, edge_position)
     loss_sum = None
     if fused_loss is None:
-        scores = token_scores(edges, head.weight, edge_target, **options)
+        scores = token_scores(edges, weight, edge_target, **options)
     elif edge_weight is None:
         raise TypeError(f"a scoring call with fused_loss={fused_loss!r} needs edge_weight")
     else:
         options |= {"mode": fused_loss, "label_smoothing": label_smoothing or 0.0}
-        loss_sum, scores = weighted_nll(edges, head.weight, edge_target, edge_weight, **options)
+        loss_sum, scores = weighted_nll(edges, weight, edge_target, edge_weight, **options)
     aux_loss = _load_balancing_loss(model, base, outputs.router_logits, input_ids, real_tokens) if routers else None
     found = {name: getattr(scores, name) for name in score_outputs}
     return ScoreOutput(**found, loss_sum=loss_sum, aux_loss=aux_loss)
@@ -186,10 +198,10 @@ def _head(model: PreTrainedModel) -> nn.Module:
     name = type(model).__name__
     if head is None:
         raise ModelError(f"{name} has no output head (get_output_embeddings() is None); give a causal language model")
-    if type(head).__module__.split(".")[0] == "peft":
+    if adapter_is_passed_by(head):
         raise ModelError(
             f"the output head of {name} is inside an adapter ({type(head).__name__}), which scoring without logits would pass by. "
-            "Take the head out of target_modules and modules_to_save."
+            "Take the head out of target_modules, or train it whole: modules_to_save."
         )
     weight = getattr(head, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
@@ -198,6 +210,16 @@ def _head(model: PreTrainedModel) -> nn.Module:
             "If the model is quantized, leave its head out (llm_int8_skip_modules)."
         )
     return head
+
+
+def adapter_is_passed_by(head: nn.Module) -> bool:
+    """Whether an output head is in an adapter that does more than its `weight` says, as a LoRA does.
+
+    What PEFT trains whole (`modules_to_save`) or by rows (`trainable_token_indices`, of embeddings that are tied to it) has the trained weight as its own, and
+    the model's where the adapter is off.
+    """
+    whole = any(base.__name__ == "AuxiliaryTrainingWrapper" for base in type(head).__mro__)
+    return type(head).__module__.split(".")[0] == "peft" and not whole
 
 
 def _head_transform(model: PreTrainedModel) -> HeadTransform:

@@ -1,11 +1,13 @@
 """How a head's matrices are multiplied.
 
-PyTorch makes float32 products of the host with MKL, which does not use all that processors of other makes than Intel's have, and packs the whole head
-again for every few rows. oneDNN, which PyTorch carries beside it, was 2.2 times as fast on a Zen 5, with 1,024 rows as with 85 (1,024 tokens, width 896).
-So float32 products on the host are oneDNN's, by the operator that Inductor's code calls. It has no form that writes to a given place, which costs one more
-pass over a tile near the cache. On other devices, emulated ones too, and where `torch.backends.mkldnn.enabled` is off, they are `torch.mm`'s.
+Float32 products on the host are oneDNN's (`trellium.ops.products`): 2.2 times as fast as MKL's on a Zen 5, with 1,024 rows as with 85 (1,024 tokens, width
+896), because MKL packs the whole head again for every few rows. oneDNN's have no form that writes to a given place, which costs one more pass over a tile
+near the cache. On other devices, emulated ones too, and where `torch.backends.mkldnn.enabled` is off, they are `torch.mm`'s.
 
-A product of low precision is summed and returned in float32 where PyTorch can do so, on CUDA; see `head_tiles` for what is done elsewhere.
+bfloat16 operands are multiplied as they are where the machine can: on CUDA into a float32 sum, and on hosts with the instructions (AVX512-BF16 or AMX) into
+bfloat16, the only result that PyTorch offers there. Such a product is summed in float32 and rounded once; what is made of it, statistics and sums of
+products alike, is float32. That is the rounding of full bfloat16 logits and of their gradients. Where there are no such instructions low-precision operands
+are multiplied as float32, which is ten times faster than bfloat16 that a host imitates.
 """
 
 from __future__ import annotations
@@ -13,24 +15,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+from trellium.ops.products import is_onednn, product
+
+_HAS_BFLOAT16 = torch.backends.mkldnn.is_available() and (
+    torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+)
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """`out` filled with `left @ right`, all of one dtype."""
-    if _is_onednn(left, right):
-        return out.copy_(_linear(left, right))
+    if is_onednn(left, right):
+        return out.copy_(product(left, right))
     return torch.mm(left, right, out=out)
 
 
 def add_product(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
-    """`accumulator += left @ right`, summed in the accumulator's dtype and never rounded to the operands'."""
+    """`accumulator += left @ right`: the sum in the accumulator's dtype, the product too where there is such a one."""
     if left.dtype != accumulator.dtype and left.is_cuda:
         torch.addmm(accumulator, left, right, out_dtype=accumulator.dtype, out=accumulator)
         return
+    if left.dtype != accumulator.dtype and is_low_on_host(left):
+        accumulator.add_(torch.mm(left, right))
+        return
     left, right = left.to(accumulator.dtype), right.to(accumulator.dtype)
-    if _is_onednn(left, right):
-        accumulator.add_(_linear(left, right))
+    if is_onednn(left, right):
+        accumulator.add_(product(left, right))
     else:
         accumulator.addmm_(left, right)
 
@@ -39,26 +48,17 @@ def set_product(place: Tensor, left: Tensor, right: Tensor) -> None:
     """`place = left @ right`, as `add_product` to zeros."""
     if left.dtype == place.dtype:
         multiply(left, right, place)
+    elif is_low_on_host(left):
+        place.copy_(torch.mm(left, right))
     else:
         add_product(place.zero_(), left, right)
 
 
-def has_mixed_products(tensor: Tensor) -> bool:
-    """Whether low-precision operands can be multiplied into a float32 sum."""
-    return tensor.is_cuda
+def multiplies_as_is(tensor: Tensor) -> bool:
+    """Whether operands of low precision like `tensor` are multiplied as they are rather than as float32."""
+    return tensor.is_cuda or is_low_on_host(tensor)
 
 
-def _is_onednn(left: Tensor, right: Tensor) -> bool:
-    if not (_ONEDNN and left.is_cpu and left.dtype == right.dtype == torch.float32 and torch.backends.mkldnn.enabled):
-        return False
-    return _is_plain(left) and _is_plain(right)
-
-
-def _is_plain(matrix: Tensor) -> bool:
-    """Whether rows or columns lie contiguous and none lies on another."""
-    (rows, columns), (row, column) = matrix.shape, matrix.stride()
-    return (column == 1 and row >= columns) or (row == 1 and column >= rows)
-
-
-def _linear(left: Tensor, right: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
+def is_low_on_host(tensor: Tensor) -> bool:
+    """Whether the host has instructions for `tensor`'s low precision."""
+    return tensor.is_cpu and tensor.dtype == torch.bfloat16 and _HAS_BFLOAT16 and torch.backends.mkldnn.enabled

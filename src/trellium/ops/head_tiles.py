@@ -4,10 +4,8 @@
 a few passes of elementwise arithmetic go over it, large enough for efficient products. Tiles of one problem are equal to within 64 tokens: no ragged
 last one. Everything an operator allocates besides the weight's gradient is planned into `WORK_BYTES`.
 
-Dtypes: every statistic and every accumulation is float32 (float64 where the products are). Operands of lower precision keep their rounding, but where
-PyTorch has no product of theirs that is summed and returned in float32, which is everywhere but on CUDA, they are multiplied as float32: exact products.
-That is ten times faster than bfloat16 that a host imitates, and takes twice the time of bfloat16 that it has (AVX512-BF16), plus casting the head once.
-Rounding each tile's product to the operands' dtype before summing would bias the gradient.
+Dtypes: every statistic and every accumulation is float32 (float64 where the products are). Operands of lower precision keep their rounding; in what they
+are multiplied says `head_products`.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ class Head:
     ) -> None:
         self.hidden, self.weight, self.bias, self.softcap = hidden, weight, bias, softcap
         self.statistics = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        self.products = hidden.dtype if head_products.has_mixed_products(hidden) else self.statistics
+        self.products = hidden.dtype if head_products.multiplies_as_is(hidden) else self.statistics
         self.inner = logit_scale / temperature if softcap is None else logit_scale / softcap
         self.outer = 1.0 if softcap is None else softcap / temperature
         self.slope = self.inner * self.outer

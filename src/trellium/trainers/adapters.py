@@ -1,7 +1,7 @@
 """Train an adapter instead of the model: what PEFT needs from us, and what it must not do.
 
-Scores are computed from the output head's own weight, so an adapter on the head would be passed by and is refused; so is one that puts virtual tokens
-before the prompt, whose tokens have no place in a forest.
+Scores are computed from the output head's own weight, so a LoRA on the head would be passed by and is refused; so is one that puts virtual tokens
+before the prompt, whose tokens have no place in a forest. A head that is trained whole, or in some rows because the embeddings it is tied to are, is its own weight.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from trellium.errors import ConfigError, unknown_name
+from trellium.models.scoring import adapter_is_passed_by
 from trellium.trainers.base_config import BaseConfig
 
 
@@ -40,10 +41,10 @@ def wrap_with_adapter(model: nn.Module, peft_config: Any, args: BaseConfig) -> n
             f"{type(model.active_peft_config).__name__} puts virtual tokens before the prompt, which cannot be trained here. Use LoRA."
         )
     head = model.get_base_model().get_output_embeddings()
-    if head is not None and type(head).__module__.split(".")[0] == "peft":
+    if head is not None and adapter_is_passed_by(head):
         raise ConfigError(
             "the adapter is on the output head, which is scored from its own weight, so the adapter would be passed by. "
-            "Take the head out of target_modules and modules_to_save."
+            "Take the head out of target_modules, or train it whole: modules_to_save."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(

@@ -22,8 +22,6 @@ FOREST_FIELDS = (
 """What a batch must hold, and the model is called with: tensors of a `trellium.forest.batch.ForestBatch`."""
 
 _REFUSED = {
-    "compute_metrics": "it works on full logits, which are never made here. The held-out loss, entropy and mean_token_accuracy are logged as they are",
-    "preprocess_logits_for_metrics": "there are no logits to preprocess",
     "compute_loss_func": "it works on full logits, which are never made here. Choose loss_type, or subclass the trainer and override compute_scored_loss",
     "quantization_config": "quantized base models are not supported yet. model_init_kwargs={'dtype': 'bfloat16'} halves the weights",
 }
@@ -78,13 +76,13 @@ def check_batch(batch: Any) -> None:
 
 
 def forest_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a batch that a model is called with.
+    """The fields of a batch that a model is called with, and what else it is given (`model_inputs`).
 
     Raises:
         ConfigError: it is not one of a forest.
     """
     check_batch(batch)
-    return {name: batch[name] for name in FOREST_FIELDS}
+    return {name: batch[name] for name in FOREST_FIELDS} | dict(batch.get("model_inputs", {}))
 
 
 def _wants_forest(what: str) -> str:

@@ -5,7 +5,7 @@ Everything else is here.
 
 The loss of an optimizer step is one sum divided by one number: what is counted over all of its micro-batches on all processes. So four micro-batches of one
 row give the gradient of one batch of four, whatever their lengths. Evaluation is one such sum over the whole held-out set. Logits
-are never made, so nothing that wants them (`compute_metrics`) can be given.
+are never made, unless `compute_metrics` asks evaluation for them (`trellium.trainers.predictions`).
 """
 
 from __future__ import annotations
@@ -13,24 +13,29 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from trellium.capabilities import capabilities
+from trellium.data.images import STORED_IMAGES, tokenizer_in
 from trellium.data.samples import ReadTokens, RowReader
 from trellium.errors import ConfigError, DatasetError
 from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import ShapePlan
 from trellium.models.blocks import compile_blocks, compile_in_place
+from trellium.models.images import text_model
+from trellium.models.linears import use_host_products
 from trellium.models.loading import load_model
+from trellium.models.offloading import offloaded_activations
 from trellium.models.reference import disable_dropout
 from trellium.models.scoring import install_scores
 from trellium.trainers.adapters import is_adapted, wrap_with_adapter
@@ -44,27 +49,36 @@ from trellium.trainers.checkpoints import (
     warn_of_other_runs,
     write_model_card,
 )
+from trellium.trainers.dealing import Dealing, deal_out
 from trellium.trainers.held_out import EvenBatches
+from trellium.trainers.images import (
+    check_later_rows,
+    have_images,
+    inputs_of_images,
+    refuse_predictions,
+    say_what_compiles,
+)
 from trellium.trainers.layouts import layout_of
-from trellium.trainers.metered import MeteredTrainer
 from trellium.trainers.mixture import RouterLoss
+from trellium.trainers.predictions import PredictingTrainer
 from trellium.trainers.resuming import refused_by_transformers
+from trellium.trainers.row_sizes import costs_of, pair_cost
 from trellium.trainers.run_plan import plan_run
 from trellium.trainers.starting_point import (
     model_of,
     name_of,
     pad_token_id,
+    processing_of,
     set_chat_template,
     set_special_tokens,
     token_limits,
-    tokenizer_of,
 )
 from trellium.trainers.warm_up import ShapeWatch, warm_up
 
 logger = logging.getLogger(__name__)
 
 
-class BaseTrainer(MeteredTrainer):
+class BaseTrainer(PredictingTrainer):
     """The common base; use one of its subclasses.
 
     Args:
@@ -73,7 +87,8 @@ class BaseTrainer(MeteredTrainer):
         data_collator: from prepared rows to the tensors of a `ForestBatch`; None for one sequence a row.
         train_dataset: a `Dataset` or `IterableDataset` of raw or prepared rows.
         eval_dataset: one such, or a mapping of several.
-        processing_class: the tokenizer; None for the model's own.
+        processing_class: the tokenizer, or the processor of a model that reads images; None for the model's own.
+        compute_metrics, preprocess_logits_for_metrics: as in `transformers.Trainer`, for evaluation, which makes logits only for them.
         callbacks, optimizers, optimizer_cls_and_kwargs: as in `transformers.Trainer`.
         peft_config: train this adapter instead of the model.
         **others: TRL's arguments that are refused with the reason, and names that are not the trainer's, answered with where they belong.
@@ -103,10 +118,12 @@ class BaseTrainer(MeteredTrainer):
         data_collator: Callable[[list], dict[str, Tensor]] | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        compute_metrics: Callable | None = None,
         callbacks: list | None = None,
         optimizers: tuple = (None, None),
         optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
         peft_config: Any = None,
         **others: Any,
     ) -> None:
@@ -114,29 +131,37 @@ class BaseTrainer(MeteredTrainer):
         args = self._own_args(args, model)
         set_seed(args.seed)  # before an adapter's weights are drawn
         if processing_class is None:
-            processing_class = tokenizer_of(model, args)
+            processing_class = processing_of(model, args)
         model = wrap_with_adapter(self.install(model_of(model, args, self.load)), peft_config, args)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
-        set_special_tokens(processing_class, args)
+        set_special_tokens(tokenizer_in(processing_class), args)
         set_chat_template(processing_class, args)
         self._check_iterable(train_dataset, args)
         self.processing_class = processing_class
         self.args = args
+        self.makes_predictions = compute_metrics is not None or preprocess_logits_for_metrics is not None
         self.token_limits = token_limits(model, args)
         streams = eval_dataset.values() if isinstance(eval_dataset, Mapping) else (eval_dataset,)
         if any(isinstance(part, IterableDataset) for part in streams):
             _keep_batches_apart(args)
         train_dataset = self._prepare(train_dataset, "train")
         eval_dataset = self._prepare(eval_dataset, "eval")
+        self.reads_images = have_images(train_dataset, eval_dataset)
+        if self.reads_images and self.makes_predictions:
+            refuse_predictions()
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         self.plan: ShapePlan | None = None
+        self.dealing: Dealing | None = None
         if data_collator is None:
             self.data_collator = self._own_collator(model)
-            self.plan = plan_run(args, model, self.collator_for, train_dataset, eval_dataset)
+            self.dealing = self._dealing(model)
+            self.plan = plan_run(args, model, self.collator_for, train_dataset, eval_dataset, self.dealing)
             data_collator = replace(self.data_collator, plan=self.plan)
         else:
             check_collator(data_collator, train_dataset)
+        if self.reads_images and args.torch_compile:
+            say_what_compiles(blocks=args.compiles_blocks(model))
         with refused_by_transformers("these options"):
             super().__init__(
                 model=model,
@@ -148,13 +173,16 @@ class BaseTrainer(MeteredTrainer):
                 callbacks=callbacks,
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                compute_metrics=compute_metrics,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             )
+        self.say_what_predictions_cost()
         if self.args.n_gpu > 1:
             raise ConfigError(
                 f"{self.args.n_gpu} devices are visible to one process, which would replicate the model in threads and break exact normalisation. "
                 "Start one process a device with `accelerate launch` or `torchrun`, or show it one device."
             )
-        self.compile_in_regions(self.model)
+        self.let_run(self.model)
 
     # ---- what a method defines ----
 
@@ -184,6 +212,13 @@ class BaseTrainer(MeteredTrainer):
         """What a batch adds to the number its step's loss is divided by: `[]`, here the weights of the trained tokens. Where a loss needs more such
         numbers it is a list of them, of which the first counts what a mean over a held-out set is over."""
         return inputs["edge_weight"].sum()
+
+    @property
+    def loss_spans(self) -> Literal["step", "round", "batch"]:
+        """What else the loss of a row depends on, beside their number in its optimizer step: on none of them (`step`), on those of its micro-batch in all
+        processes (`round`), or in its own (`batch`). Rows change places only where that does not change the loss."""
+        own_count = self.args.world_size > 1 and not self.args.average_tokens_across_devices
+        return "batch" if own_count or self.router_loss.coefficient else "step"
 
     # ---- construction ----
 
@@ -219,15 +254,18 @@ class BaseTrainer(MeteredTrainer):
             settings["dynamo_plugin"] = TorchDynamoPlugin(backend=DynamoBackend.NO)
         return settings
 
-    def compile_in_regions(self, model: nn.Module) -> None:
-        """Let `model` run compiled where `torch_compile` is on: block by block or as one region, as `compile_regions` says. In place, so that
-        training, evaluation and the reference run what was compiled, whatever the model is wrapped in."""
+    def let_run(self, model: nn.Module) -> None:
+        """Let `model` multiply as the host does fastest, and run compiled where `torch_compile` is on: block by block or as one region, as
+        `compile_regions` says. In place, so that training, evaluation and the reference run what was compiled, whatever the model is wrapped in."""
         args = self.args
+        if args.device.type == "cpu":
+            use_host_products(model)
         if not args.torch_compile:
             return
-        compile_region = compile_blocks if args.compiles_blocks(model) else compile_in_place
+        blocks = args.compiles_blocks(model)
+        compile_region = compile_blocks if blocks else compile_in_place
         compile_region(
-            model,
+            text_model(model) if blocks else model,  # images are as many as there are: what reads them is not compiled
             backend=args.torch_compile_backend,
             mode=args.torch_compile_mode,
             dynamic=False if capabilities(args.device).static_shapes else None,
@@ -248,15 +286,21 @@ class BaseTrainer(MeteredTrainer):
                 "Dataset.from_list(rows) makes one of a list of dicts."
             )
         with self.args.main_process_first(desc=f"{name} dataset preparation"):
-            return self.prepare_dataset(dataset, name)
+            prepared = self.prepare_dataset(dataset, name)
+        check_later_rows(prepared, name, getattr(self, "reads_images", True))
+        return prepared
 
     def _own_collator(self, model: nn.Module) -> ForestCollator:
         """From prepared rows to batches, in the layout that the model reads."""
         args, read = self.args, self.row_reader()
+        takes, images = None, None
+        if self.reads_images:
+            takes, images = inputs_of_images(model, self.processing_class, args)
         return ForestCollator(
-            pad_token_id(self.processing_class),
+            pad_token_id(tokenizer_in(self.processing_class)),
             args.row_multiple,
-            layout=layout_of(model, args.layout, packed_rows="seq_lengths" in read.columns),
+            layout=layout_of(model, args.layout, packed_rows="seq_lengths" in read.columns, images=takes),
+            images=images,
             read=read,
             terms=self.needs_terms,
             columns=self.row_columns,
@@ -271,14 +315,31 @@ class BaseTrainer(MeteredTrainer):
         return replace(
             collator,
             evaluation=True,
+            layout="padded" if self.makes_predictions else collator.layout,
             strict=args.strict_shapes,
             read=self.row_reader(evaluation=True),
             batch_rows=collator.batch_rows and args.per_device_eval_batch_size,
         )
 
+    def _dealing(self, model: nn.Module) -> Dealing | None:
+        """How the rows of a step are dealt to what shares it, by what they cost; None for in order: nothing shares it, or it would not be the same step."""
+        args, collator = self.args, self.data_collator
+        together = {"step": args.gradient_accumulation_steps, "round": 1, "batch": 0}[self.loss_spans]
+        helps = collator.layout != "padded" and (args.world_size > 1 or (collator.one_row and together > 1))
+        return (
+            Dealing(args.world_size, together, pair_cost(model))
+            if args.balance_batches and together and helps
+            else None
+        )
+
     def _set_signature_columns_if_needed(self) -> None:
         readers = (self.row_reader(), self.row_reader(evaluation=True))
-        self._signature_columns = [*self.row_columns, *{name: None for read in readers for name in read.columns}]
+        columns = dict.fromkeys(name for read in readers for name in self.columns_of(read))
+        self._signature_columns = [*self.row_columns, *columns]
+
+    def columns_of(self, read: RowReader) -> list[str]:
+        """The columns that a batch is made of, but for those of numbers."""
+        return [*read.columns, *([STORED_IMAGES] if self.reads_images else [])]
 
     # ---- the step ----
 
@@ -291,6 +352,17 @@ class BaseTrainer(MeteredTrainer):
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.reduce(count, reduction="sum")
         return count
+
+    def offloading(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Where a step's passes run: with `activation_offloading`, what the backward pass reads waits on the host."""
+        if not self.args.activation_offloading or self.args.device.type == "cpu":
+            return nullcontext()
+        return offloaded_activations(model, exact_strides=self.args.torch_compile)
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """As in `transformers.Trainer`, with `activation_offloading`."""
+        with self.offloading(model):
+            return super().training_step(model, *args, **kwargs)
 
     def compute_loss(
         self,
@@ -318,19 +390,6 @@ class BaseTrainer(MeteredTrainer):
         fused = self.fused_loss if torch.is_grad_enabled() or smoothing else None
         return model(**fields, score_outputs=self.score_outputs, fused_loss=fused, label_smoothing=smoothing)
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[None, None, None]:
-        """Add a held-out batch to the sums of the evaluation; there is nothing to gather batch by batch."""
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            scores = self.score(model, inputs)
-            self._sinks["eval"].add_mean(
-                "loss", self.compute_scored_loss(scores, inputs, 1.0), self.count_items(inputs).flatten()[0]
-            )
-            self._record("eval", scores, inputs)
-        return None, None, None
-
     # ---- metrics ----
 
     def run_begins(self) -> None:
@@ -349,9 +408,13 @@ class BaseTrainer(MeteredTrainer):
         accelerator.even_batches = evened and not spread
         try:
             loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
-            return EvenBatches(loader, self.data_collator, accelerator.num_processes) if spread else loader
+            if spread:
+                return EvenBatches(loader, self.data_collator, accelerator.num_processes)
         finally:
             self.data_collator, accelerator.even_batches = collator, evened
+        if is_training and self.dealing is not None and isinstance(loader.dataset, Dataset):
+            deal_out(loader, costs_of(loader.dataset, collator, self.dealing.pair), self.dealing)
+        return loader
 
     def evaluate(
         self,
@@ -367,7 +430,7 @@ class BaseTrainer(MeteredTrainer):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """The metrics of a held-out set, which may be raw rows or prepared ones; its `predictions` are None, because logits are never made."""
+        """The metrics of a held-out set, which may be raw rows or prepared ones; its `predictions` are None unless `compute_metrics` or its like was given."""
         return super().predict(self._prepare(test_dataset, metric_key_prefix), ignore_keys, metric_key_prefix)
 
     # ---- checkpoints ----
@@ -408,7 +471,8 @@ class BaseTrainer(MeteredTrainer):
     def create_model_card(self, *args: Any, output_dir: str | None = None, **kwargs: Any) -> None:
         """Write a short README.md beside the weights: from what, by which method, how to load it."""
         folder = output_dir or self.args.output_dir
-        write_model_card(folder, self.method, name_of(self.model), adapter=is_adapted(self.model))
+        adapter, vision = is_adapted(self.model), self.reads_images
+        write_model_card(folder, self.method, name_of(self.model), adapter=adapter, vision=vision)
 
 
 def _keep_batches_apart(args: BaseConfig) -> None:

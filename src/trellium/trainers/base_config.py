@@ -41,15 +41,10 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
     where the hardware computes in it, `logging_nan_inf_filter` False (a loss that is not finite is logged as it is, and no micro-batch waits for
     the host to look at it).
 
-    Of TRL's fields `activation_offloading` comes later and is refused until then. `use_liger_kernel` of `TrainingArguments` is refused as well, and
-    `label_smoothing_factor` where the loss is not of tokens.
+    `use_liger_kernel` of `TrainingArguments` is refused, and `label_smoothing_factor` where the loss is not of tokens.
     """
 
-    not_yet: ClassVar[dict[str, NotYet]] = {
-        "activation_offloading": NotYet(
-            False, "gradient_checkpointing saves most of the memory it would: leave it unset."
-        ),
-    }
+    not_yet: ClassVar[dict[str, NotYet]] = {}
     """Refused options of this config, by name."""
     smooths_labels: ClassVar[bool] = False
     """Whether `label_smoothing_factor` means something to the loss."""
@@ -64,6 +59,12 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         default=True,
         metadata={
             "help": "Recompute activations in the backward pass instead of keeping them: about a third more time, far less memory."
+        },
+    )
+    activation_offloading: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep activations in the host's memory between forward and backward: less of the device's, and the time of two copies of each."
         },
     )
     bf16: bool | None = field(
@@ -126,6 +127,14 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         },
     )
 
+    balance_batches: bool = field(
+        default=True,
+        metadata={
+            "help": "Deal the rows of an optimizer step to its processes and micro-batches by what they cost, where several sequences share a row. The step has "
+            "the same rows and, up to the order of its sum, the same loss; where a loss depends on more than that, rows stay in order."
+        },
+    )
+
     compile_regions: str = field(
         default="auto",
         metadata={
@@ -170,6 +179,10 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
                     else f"the hardware that computes for {accelerator.type} has no bfloat16 arithmetic of its own"
                 )
                 _say_once(f"Training in float32: {why}. bf16=True asks for bfloat16 all the same.")
+        if self.activation_offloading and self.use_cpu:
+            _say_once(
+                "activation_offloading=True does nothing here: no accelerator is in use, so activations are in the host's memory as they are."
+            )
         # TrainingArguments renamed these; saying the new name keeps it from warning about the old, which is TRL's.
         for old, new in (
             ("gradient_checkpointing", "activation_checkpointing"),
@@ -292,12 +305,21 @@ class BaseConfig(TrainingArguments, metaclass=KnownOptions):
         return self.torch_compile and capabilities(self.device).static_shapes
 
     def compiles_blocks(self, model: nn.Module) -> bool:
-        """Whether `model` is compiled block by block: `compile_regions`, where `torch_compile` is on."""
-        if not self.torch_compile or self.compile_regions == "model":
+        """Whether `model` is compiled block by block: `compile_regions`, where `torch_compile` is on.
+
+        Raises:
+            ConfigError: it is compiled as one, and `activation_offloading` wants activations moved while it runs.
+        """
+        if not self.torch_compile:
             return False
-        if self.compile_regions == "blocks":
-            return True
-        return capabilities(self.device).static_shapes and bool(repeated_blocks(model))
+        automatic = self.compile_regions == "auto" and capabilities(self.device).static_shapes
+        blocks = self.compile_regions == "blocks" or (automatic and bool(repeated_blocks(model)))
+        if self.activation_offloading and not blocks and not self.use_cpu:
+            raise ConfigError(
+                "activation_offloading=True, but torch_compile makes one graph of the whole model, which holds all activations until it ends. "
+                "Set compile_regions=blocks, or one of the two options alone."
+            )
+        return blocks
 
     def _refuse_inherited(self) -> None:
         if self.use_liger_kernel:

@@ -27,7 +27,9 @@ _WAY_OUT = "Resume with the model and the adapter's options of that run, or star
 def damage(folder: Path) -> str | None:
     """Why a run cannot go on from a checkpoint, as the rest of a sentence that begins with its name; None if it can."""
     return _damaged_state(folder) or (
-        None if _is_sharded(folder) else _damaged_weights(folder) or _damaged_optimizer(folder)
+        None
+        if _is_sharded(folder)
+        else _damaged_weights(folder) or _damaged_beside(folder) or _damaged_optimizer(folder)
     )
 
 
@@ -115,11 +117,24 @@ def _damaged_weights(folder: Path) -> str | None:
             return f"lacks {lacking[0]} of its weights"
     if not files:
         return "has no weights (*.safetensors)"
-    for file in files:
-        try:
-            tensor_shapes(file)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"has damaged weights: {file.name} is not a whole safetensors file ({error})"
+    return next(
+        (f"has damaged weights: {file.name} {what}" for file in files if (what := _damaged_tensors(file))), None
+    )
+
+
+def _damaged_beside(folder: Path) -> str | None:
+    """What is kept beside the weights, in a folder each: a reference that moved, a moving average."""
+    files = ((file, _damaged_tensors(file)) for file in sorted(folder.glob("*/*.safetensors")))
+    return next(
+        (f"has a damaged {file.relative_to(folder).as_posix()}: it {what}" for file, what in files if what), None
+    )
+
+
+def _damaged_tensors(file: Path) -> str | None:
+    try:
+        tensor_shapes(file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"is not a whole safetensors file ({error})"
     return None
 
 

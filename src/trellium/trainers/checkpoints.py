@@ -118,7 +118,7 @@ def drop_pad_collision(model: nn.Module) -> None:
             config.pad_token_id = None
 
 
-def write_model_card(folder: str | Path, method: str, base_model: str, *, adapter: bool) -> None:
+def write_model_card(folder: str | Path, method: str, base_model: str, *, adapter: bool, vision: bool = False) -> None:
     """A README.md for the saved model: what it came from, how it was trained, how to load it."""
     named = base_model if base_model and not Path(base_model).is_absolute() else Path(base_model).name
     front = {"library_name": "peft" if adapter else "transformers", "tags": ["trellium", method.lower()]}
@@ -128,8 +128,10 @@ def write_model_card(folder: str | Path, method: str, base_model: str, *, adapte
     source = (
         f"[{named}](https://huggingface.co/{named})" if named.count("/") == 1 else named or "a model made in a program"
     )
-    task = "SequenceClassification" if method == "reward" else "CausalLM"
-    loader = f"AutoPeftModelFor{task}" if adapter else f"AutoModelFor{task}"
+    task = "SequenceClassification" if method == "reward" else "ImageTextToText" if vision else "CausalLM"
+    loader = f"AutoModelFor{task}"
+    if adapter:
+        loader = "AutoPeftModel" if vision else f"AutoPeftModelFor{task}"
     lines += [
         f"Trained from {source} with the {method.upper()} trainer of Trellium.",
         "",

@@ -154,15 +154,17 @@ def _load(part: DatasetConfig, *, streaming: bool) -> Dataset | IterableDataset:
     from datasets import Dataset
 
     from trellium.data.files import load_dataset_from
-    from trellium.data.mixtures import MixturePart, mix_datasets
     from trellium.data.rows import SOURCE_COLUMN
+    from trellium.data.splits import rows_of_split
 
-    if part.data_dir is None and part.data_files is None:
-        rows = load_dataset_from(part.path, part.split, config=part.name, streaming=streaming)
+    chosen = {"data_dir": part.data_dir, "data_files": part.data_files}
+    given: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
+    if not given or not (part.path in FORMATS or os.path.exists(part.path)):
+        rows = load_dataset_from(part.path, part.split, config=part.name, streaming=streaming, **given)
     elif part.data_files is None:
         rows = load_dataset_from(os.path.join(_folder(part), part.data_dir or ""), part.split)
     else:
-        rows = mix_datasets([MixturePart(load_dataset_from(file), name=file) for file in _files(part)])
+        rows = rows_of_split(part.split, lambda split: _from_files(part, split), name=part.path)
     if part.columns is not None:
         missing = [name for name in part.columns if name not in (rows.column_names or part.columns)]
         if missing:
@@ -175,25 +177,37 @@ def _load(part: DatasetConfig, *, streaming: bool) -> Dataset | IterableDataset:
 
 
 def _folder(part: DatasetConfig) -> str:
-    """Where the files of a part lie."""
+    """Where the files of a part on this machine lie."""
     if part.path in FORMATS:
         return ""
     if not os.path.isdir(part.path):
         raise ConfigError(
-            f"{part.path}: data_dir and data_files choose among the files of a folder on this machine, and it is none. Leave them out."
+            f"{part.path}: data_dir and data_files choose among the files of a folder, and this is a file. Leave them out."
         )
     return part.path
 
 
-def _files(part: DatasetConfig) -> list[str]:
+def _from_files(part: DatasetConfig, split: str) -> Dataset:
+    """The rows of the files that `data_files` has for a split."""
+    from datasets import Dataset
+
+    from trellium.data.files import load_dataset_from
+    from trellium.data.mixtures import MixturePart, mix_datasets
+
+    rows = mix_datasets([MixturePart(load_dataset_from(file), name=file) for file in _files(part, split)])
+    assert isinstance(rows, Dataset)
+    return rows
+
+
+def _files(part: DatasetConfig, split: str) -> list[str]:
     chosen: Any = part.data_files
     if isinstance(chosen, dict):
-        if part.split not in chosen:
-            raise ConfigError(f"{part.path}: data_files has no split {part.split!r}, but {', '.join(chosen)}.")
-        chosen = chosen[part.split]
-    elif part.split != "train":
+        if split not in chosen:
+            raise ConfigError(f"{part.path}: data_files has no split {split!r}, but {', '.join(chosen)}.")
+        chosen = chosen[split]
+    elif split != "train":
         raise ConfigError(
-            f"{part.path}: files without a split are 'train', {part.split!r} was asked for. Map it in data_files."
+            f"{part.path}: files without a split are 'train', {split!r} was asked for. Map it in data_files."
         )
     folder = os.path.join(_folder(part), part.data_dir or "")
     files = []

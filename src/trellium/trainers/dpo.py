@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class DPOTrainer(ReferencedTrainer):
     method = "dpo"
     args: DPOConfig
     reference_columns = ("ref_chosen_logps", "ref_rejected_logps")
+    compared_rows = 2
 
     def prepare_dataset(self, dataset: Any, name: str) -> Any:
         """Rows of preferences to `prompt_ids`, `chosen_ids` and `rejected_ids`."""
@@ -59,6 +60,12 @@ class DPOTrainer(ReferencedTrainer):
         """The pairs of a batch, and its chosen tokens: `[2]`."""
         chosen = (inputs["term_sample"] % 2 == 0) & (inputs["term_weight"] > 0)
         return torch.stack([inputs["row_weight"].sum(), chosen.sum().float()])
+
+    @property
+    def loss_spans(self) -> Literal["step", "round", "batch"]:
+        """Losses that compare the sorted samples of a micro-batch depend on which are in it."""
+        compares = any(name.startswith("aot") for name in self.args.loss_type)
+        return "batch" if compares else super().loss_spans
 
     def _pairs(self, scores: Any, inputs: dict[str, Tensor]) -> PairScores:
         edge = inputs["term_edge"]

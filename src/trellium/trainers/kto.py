@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -79,6 +79,11 @@ class KTOTrainer(ReferencedTrainer):
         """The rows of a batch: `[]`."""
         return inputs["row_weight"].sum()
 
+    @property
+    def loss_spans(self) -> Literal["step", "round", "batch"]:
+        """An estimate of the divergence is one of a micro-batch in all processes."""
+        return "round" if self.estimates and super().loss_spans == "step" else super().loss_spans
+
     def _compared(self, scores: Any, inputs: dict[str, Tensor]) -> tuple[SampleScores, Tensor | None]:
         """Policy and reference on the rows' own completions `[B]`, and the estimate of the divergence `[]`."""
         real, edge = inputs["row_weight"] > 0, inputs["term_edge"]
@@ -118,6 +123,10 @@ class KTOTrainer(ReferencedTrainer):
         self.record_tokens(
             sink, scores, inputs, chosen=desirable[sample // self._each], counted=sample % self._each == 0
         )
+
+    def order_of_predictions(self, sequences: int) -> Tensor:
+        """Predictions are of the rows' own completions."""
+        return torch.arange(0, sequences, self._each, device=self.args.device)
 
     def finish_metrics(self, means: dict[str, float]) -> None:
         """The margin between the mean rewards of good and of bad rows, where there were both."""

@@ -28,6 +28,7 @@ from trellium.models.scoring import ScoreOutput
 from trellium.trainers.adapters import is_adapted
 from trellium.trainers.arguments import forest_fields
 from trellium.trainers.base import BaseTrainer
+from trellium.trainers.predictions import PredictedRows
 from trellium.trainers.reference_config import ReferenceConfig
 from trellium.trainers.starting_point import model_of
 
@@ -93,6 +94,11 @@ class ReferencedTrainer(BaseTrainer):
         if self.args.sync_ref_model:
             self.add_callback(_MoveReference(self))
 
+    def predictions(self, model: nn.Module, rows: PredictedRows, scores: Any) -> tuple[Tensor, Tensor]:
+        """Logits `[N, L, V]`; the labels are all tokens `[N, L]`, as TRL has them, those of prompts too."""
+        logits, _ = super().predictions(model, rows, scores)
+        return logits, rows.input_ids
+
     def reference_values(self, logprob: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """`reference_columns` `[B]` of a batch, from the reference's `[E]` log-probabilities."""
         raise NotImplementedError
@@ -106,7 +112,7 @@ class ReferencedTrainer(BaseTrainer):
                 raise ConfigError(
                     f"the reference reads one sequence a row, and the model rows of several: {support.reason}. Set layout=padded."
                 )
-        self.compile_in_regions(reference)
+        self.let_run(reference)
         return reference
 
     @property
@@ -187,7 +193,7 @@ class ReferencedTrainer(BaseTrainer):
         return (self.reference_columns,)
 
     def _reference_batches(self, dataset: Dataset, name: str) -> Iterator[dict[str, list[float]]]:
-        read = dataset.select_columns(list(self.row_reader().columns))
+        read = dataset.select_columns(self.columns_of(self.row_reader()))
         bar = tqdm(total=len(dataset), disable=self.args.disable_tqdm, desc=f"Reference scores of {name}", unit="row")
         with bar:
             for rows in read.iter(batch_size=self._reference_batch_size(name)):

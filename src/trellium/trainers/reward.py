@@ -16,6 +16,7 @@ from trellium.monitor.metrics import MetricSink
 from trellium.ops.reward import reward_loss, reward_metrics
 from trellium.trainers.adapters import is_adapted
 from trellium.trainers.base import BaseTrainer
+from trellium.trainers.predictions import PredictedRows
 from trellium.trainers.reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class RewardTrainer(BaseTrainer):
     args: RewardConfig
     needs_terms = True
     row_columns: tuple[str, ...] = ()
+    compared_rows = 2
 
     def prepare_dataset(self, dataset: Any, name: str) -> Any:
         """Rows of preferences to `chosen_ids` and `rejected_ids`, and `margin` where rows have one."""
@@ -75,6 +77,11 @@ class RewardTrainer(BaseTrainer):
         """The rewards `[2 B]` of a batch's sequences."""
         fields = ("input_ids", "position_ids", "subtree_end", "sample_position")
         return model(**{name: inputs[name] for name in fields})
+
+    def predictions(self, model: nn.Module, rows: PredictedRows, scores: Any) -> tuple[Tensor, tuple]:
+        """The rewards `[2 B, 1]` of a batch's pairs, those of all chosen before those of all rejected; they have no labels."""
+        rewards = scores.rewards[: len(rows.input_ids)]
+        return rewards[self.order_of_predictions(len(rewards)), None], ()
 
     def count_items(self, inputs: dict[str, Tensor]) -> Tensor:
         """The pairs of a batch: `[]`."""

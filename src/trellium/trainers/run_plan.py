@@ -1,8 +1,8 @@
 """The shapes of a run, planned from its rows before it starts.
 
 Where the model is compiled and every new shape is a compilation, the rows' lengths are counted and `forest.shapes` chooses the few shapes that cost
-the least; `trainers.warm_up` compiles them. Where all sequences of a batch lie in one row, batches are drawn as the sampler would, to see how long they
-get; one more shape holds the longest that could ever come.
+the least; `trainers.warm_up` compiles them. Where all sequences of a batch lie in one row, batches are drawn as the sampler would, and dealt out as the
+trainer does, to see how long they get; one more shape holds the longest that could ever come.
 
 What a shape costs is measured where the ledger knows of compilations in this process, and estimated otherwise: seconds of a product on the host
 that computes, times the model's parameters. Cost: a pass over the labels, a few hundred batches, and a product of two matrices.
@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,14 @@ from torch import nn
 
 from trellium.data.samples import RowSizes
 from trellium.errors import ConfigError
+from trellium.forest.balance import deal
 from trellium.forest.collate import ForestCollator
 from trellium.forest.shapes import Feed, ShapePlan, plan_shapes
 from trellium.forest.step_cost import StepCost
 from trellium.monitor import ledger
 from trellium.trainers.base_config import BaseConfig
+from trellium.trainers.dealing import Dealing
+from trellium.trainers.row_sizes import costs_of, sizes_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,12 @@ FORWARD_SHARE = 1 / 3
 
 
 def plan_run(
-    args: BaseConfig, model: nn.Module, collator_for: Callable[..., ForestCollator], training: Any, evaluation: Any
+    args: BaseConfig,
+    model: nn.Module,
+    collator_for: Callable[..., ForestCollator],
+    training: Any,
+    evaluation: Any,
+    dealing: Dealing | None = None,
 ) -> ShapePlan | None:
     """The plan of a run, or None where shapes are not planned: nothing is compiled ahead, or the rows are not known before they come.
 
@@ -53,6 +62,7 @@ def plan_run(
         collator_for: how rows become batches, of `evaluation` or not.
         training: the prepared rows.
         evaluation: prepared rows, a mapping of several, or None.
+        dealing: how the rows of a step are dealt to its batches; None for in order.
 
     Raises:
         ConfigError: given row lengths that do not hold the longest row or are for streamed rows, or too few graphs.
@@ -76,7 +86,8 @@ def plan_run(
     cost = step_cost(args, model)
     steps = args.max_steps if args.max_steps > 0 else _steps_of_epochs(args, len(training))
     in_order = args.train_sampling_strategy == "sequential"
-    drawn = _Drawn(args.per_device_train_batch_size, steps * args.gradient_accumulation_steps, in_order, args.seed)
+    batches = steps * args.gradient_accumulation_steps
+    drawn = _Drawn(args.per_device_train_batch_size, batches, in_order, args.seed, dealing)
     feeds = [_feed(collator_for(evaluation=False), [training], drawn, cost)]
     if sets:
         rows = args.per_device_eval_batch_size
@@ -94,12 +105,13 @@ def plan_run(
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """How rows are drawn for batches: how many for one, how many batches, in order or not."""
+    """How rows are drawn for batches: how many for one, how many batches, in order or not, and dealt to how many at a time."""
 
     rows: int
     batches: float
     in_order: bool
     seed: int
+    dealing: Dealing | None = None
 
 
 def _feed(collator: ForestCollator, sets: list[Dataset], drawn: _Drawn, cost: StepCost) -> Feed:
@@ -116,20 +128,25 @@ def _feed(collator: ForestCollator, sets: list[Dataset], drawn: _Drawn, cost: St
     return Feed(lengths, 1, drawn.batches, cost, trained, np.maximum(trained, 1) if collator.terms else None, 1)
 
 
-def sizes_of(dataset: Dataset, collator: ForestCollator) -> RowSizes:
-    """The sizes of every row, counted without making Python numbers of the tokens."""
-    columns = dataset.select_columns(list(collator.read.columns)).with_format("arrow")
-    return RowSizes.together([collator.read.sizes(table) for table in columns.iter(batch_size=10_000)])
-
-
 def _batches(dataset: Dataset, collator: ForestCollator, drawn: _Drawn) -> Iterator[list[dict]]:
     """Up to `DRAWN_BATCHES` batches as a run would draw them."""
     columns = dataset.select_columns(list(collator.read.columns))
-    count = min(DRAWN_BATCHES, math.ceil(len(dataset) / drawn.rows))
     order = np.arange(len(dataset)) if drawn.in_order else np.random.default_rng(drawn.seed).permutation(len(dataset))
-    for index in np.linspace(0, math.ceil(len(dataset) / drawn.rows) - 1, count).astype(np.int64):
-        chosen = columns[order[index * drawn.rows : (index + 1) * drawn.rows]]
+    for batch in islice(_spread(order, drawn, dataset, collator), DRAWN_BATCHES):
+        chosen = columns[batch]
         yield [dict(zip(chosen, row, strict=True)) for row in zip(*chosen.values(), strict=True)]
+
+
+def _spread(order: np.ndarray, drawn: _Drawn, dataset: Dataset, collator: ForestCollator) -> Iterator[np.ndarray]:
+    """The rows of batches from all over `order`."""
+    dealing = drawn.dealing or Dealing(1, 1, 0.0)
+    costs = costs_of(dataset, collator, dealing.pair)
+    batches = dealing.ranks * dealing.micro_batches
+    steps = math.ceil(len(order) / (drawn.rows * batches))
+    for index in np.linspace(0, steps - 1, min(math.ceil(DRAWN_BATCHES / batches), steps)).astype(np.int64):
+        step = order[index * drawn.rows * batches : (index + 1) * drawn.rows * batches]
+        dealt = deal(step, costs, batch=drawn.rows, ranks=dealing.ranks)
+        yield from (dealt[begin : begin + drawn.rows] for begin in range(0, len(dealt), drawn.rows))
 
 
 def _most(counts: np.ndarray, rows: int) -> int:

@@ -38,12 +38,17 @@ class ScriptArguments(metaclass=KnownOptions):
         },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "The configuration of a Hub dataset."})
-    dataset_train_split: str = field(default="train", metadata={"help": "The split to train on."})
+    dataset_train_split: str = field(
+        default="train", metadata={"help": "The split to train on, or a part of one: train[:5000]."}
+    )
     dataset_test_split: str = field(
         default="test", metadata={"help": "The split to evaluate on, where eval_strategy asks for it."}
     )
     dataset_streaming: bool = field(
-        default=False, metadata={"help": "Read a Hub dataset while it downloads; needs max_steps."}
+        default=False,
+        metadata={
+            "help": "Read rows as they are trained: a Hub dataset while it downloads, a file while it is prepared. Needs max_steps."
+        },
     )
 
 

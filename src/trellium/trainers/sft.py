@@ -9,8 +9,9 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from trellium.data.formats import IMAGE_COLUMNS
 from trellium.data.prepare import PrepareOptions, prepare_dataset
 from trellium.data.samples import ReadTokens
 from trellium.errors import ConfigError
@@ -30,11 +31,13 @@ class SFTTrainer(BaseTrainer):
         model: a name or path, a causal language model, or one with an adapter.
         args: an `SFTConfig`.
         data_collator: from prepared rows to the tensors of a `ForestBatch`; None for one sequence a row.
-        train_dataset, eval_dataset: rows of any kind that `trellium.data.rows` accepts: text, messages, prompt and completion, or tokens.
-        processing_class: the tokenizer; None for the model's own.
+        train_dataset, eval_dataset: rows of any kind that `trellium.data.rows` accepts: text, messages, prompt and completion, or tokens; with
+            `image` or `images` for a model that reads them.
+        processing_class: the tokenizer, or the processor of a model that reads images; None for the model's own.
         peft_config: train this adapter, e.g. a `peft.LoraConfig`, instead of the model.
         formatting_func: from a row to its text.
-        compute_loss_func, compute_metrics, preprocess_logits_for_metrics, quantization_config: TRL's, refused with the reason.
+        compute_metrics, preprocess_logits_for_metrics: as in `transformers.Trainer`; held-out rows are then not packed (`trellium.trainers.predictions`).
+        compute_loss_func, quantization_config: TRL's, refused with the reason.
         **others: names that are not arguments, answered with what they are called or where they belong.
 
     Logged: `loss`, `entropy` and `mean_token_accuracy` over trained tokens, `num_tokens` since the run began (it survives a resume), `aux_loss`
@@ -53,7 +56,7 @@ class SFTTrainer(BaseTrainer):
         data_collator: Callable[[list], dict[str, Tensor]] | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         eval_dataset: Dataset | IterableDataset | Mapping[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         compute_loss_func: Callable | None = None,
         compute_metrics: Callable | None = None,
         callbacks: list | None = None,
@@ -87,7 +90,13 @@ class SFTTrainer(BaseTrainer):
     def prepare_dataset(self, dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
         """Rows of any accepted kind to `input_ids` and `labels`."""
         args = self.args
-        packs = args.packing if name == "train" else args.packs_evaluation
+        packs = args.packing if name == "train" else self._packs_evaluation
+        images = [column for column in IMAGE_COLUMNS if column in (dataset.column_names or ())]
+        if packs and images:
+            raise ConfigError(
+                f"packing=True, but {name} has images ('{images[0]}'), and rows with images are not packed. Set packing=False (layout='auto' forwards no "
+                f"padding where the model allows it), or leave them out: dataset.remove_columns(['{images[0]}'])."
+            )
         cuts = not packs or args.packing_strategy == "bfd"  # the others split what is longer
         packed = "seq_lengths" in (dataset.column_names or ())
         if packed and not packs:
@@ -114,9 +123,13 @@ class SFTTrainer(BaseTrainer):
             prepared = pack_rows(prepared, args.max_length, args.packing_strategy, name=name)
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
 
+    @property
+    def _packs_evaluation(self) -> bool:
+        return self.args.packs_evaluation and not self.makes_predictions
+
     def row_reader(self, *, evaluation: bool = False) -> ReadTokens:
         """One sequence a row, or as many as were packed into it."""
-        return ReadTokens(packed=self.args.packs_evaluation if evaluation else self.args.packing)
+        return ReadTokens(packed=self._packs_evaluation if evaluation else self.args.packing)
 
     @property
     def fused_loss(self) -> str | None:  # type: ignore[override]

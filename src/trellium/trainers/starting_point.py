@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from trellium.data.images import tokenizer_in
 from trellium.data.token_checks import TokenLimits
 from trellium.errors import ConfigError, ModelError
-from trellium.models.loading import load_model, load_tokenizer
+from trellium.models.loading import load_model, load_processing, load_tokenizer
 from trellium.models.positions import learned_positions
 from trellium.trainers.adapters import is_adapted
 from trellium.trainers.base_config import BaseConfig
@@ -36,8 +37,8 @@ def model_of(model: Any, args: BaseConfig, load: Callable[..., nn.Module] = load
     raise ModelError(f"model must be a name, a path or a model, got {type(model).__name__}")
 
 
-def tokenizer_of(model: Any, args: BaseConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that the model came with.
+def processing_of(model: Any, args: BaseConfig) -> Any:
+    """The tokenizer that the model came with, or the processor of one that reads images.
 
     Raises:
         ConfigError: the model does not say where it came from.
@@ -45,10 +46,10 @@ def tokenizer_of(model: Any, args: BaseConfig) -> PreTrainedTokenizerBase:
     name = name_of(model)
     if not name and isinstance(model, nn.Module):
         raise ConfigError(
-            "the model does not say where it came from, so its tokenizer is not known. Give it as processing_class."
+            "the model does not say where it came from, so its tokenizer (or processor) is not known. Give it as processing_class."
         )
     options = {key: value for key, value in args.model_options.items() if key in ("revision", "token")}
-    return load_tokenizer(name or None, trust_remote_code=args.trust_remote_code, **options)
+    return load_processing(name or None, trust_remote_code=args.trust_remote_code, **options)
 
 
 def set_special_tokens(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> None:
@@ -68,8 +69,8 @@ def set_special_tokens(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> 
         setattr(tokenizer, field, token)
 
 
-def set_chat_template(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> None:
-    """Give a tokenizer the chat template that `chat_template_path` names: a .jinja or .j2 file, or another model's.
+def set_chat_template(processing: Any, args: BaseConfig) -> None:
+    """Give a tokenizer, or a processor and its tokenizer, the chat template that `chat_template_path` names: a .jinja or .j2 file, or another model's.
 
     Raises:
         ConfigError: no such file; no template there; one that writes special tokens which the tokenizer does not have, so the model has no embeddings of them.
@@ -77,10 +78,11 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> N
     path = args.chat_template_path
     if path is None:
         return
+    tokenizer = tokenizer_in(processing)
     if path.endswith((".jinja", ".j2")):
         if not os.path.isfile(path):
             raise ConfigError(f"chat_template_path: there is no file {path}")
-        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        tokenizer.chat_template = processing.chat_template = Path(path).read_text(encoding="utf-8")
         return
     other = load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     if not other.chat_template:
@@ -92,7 +94,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, args: BaseConfig) -> N
             f"chat_template_path: the template of {path} writes {', '.join(missing)}, which this tokenizer does not have. Add them to the tokenizer and the "
             "model (add_special_tokens, resize_token_embeddings) and give both, or take a template that the model knows."
         )
-    tokenizer.chat_template = other.chat_template
+    tokenizer.chat_template = processing.chat_template = other.chat_template
 
 
 def token_limits(model: nn.Module, args: BaseConfig) -> TokenLimits:

@@ -59,14 +59,15 @@ def _run(trainer: BaseTrainer, model: nn.Module, planned: PlannedShape) -> None:
     collator = trainer.collator_for(evaluation=planned.evaluation)
     inputs = trainer._prepare_inputs(collator.idle(planned.shape))
     model.train(not planned.evaluation)
-    with torch.set_grad_enabled(not planned.evaluation), trainer.compute_loss_context_manager():
-        scores = trainer.score(model, inputs)
-        loss = trainer.compute_scored_loss(scores, inputs, 1.0)
-        if scores.aux_loss is not None:
-            loss = loss + 0.0 * scores.aux_loss
-    if not planned.evaluation:
-        trainer.accelerator.backward(loss)
-        model.zero_grad(set_to_none=True)
+    with trainer.offloading(model):  # a run that fits only with it warms up with it
+        with torch.set_grad_enabled(not planned.evaluation), trainer.compute_loss_context_manager():
+            scores = trainer.score(model, inputs)
+            loss = trainer.compute_scored_loss(scores, inputs, 1.0)
+            if scores.aux_loss is not None:
+                loss = loss + 0.0 * scores.aux_loss
+        if not planned.evaluation:
+            trainer.accelerator.backward(loss)
+            model.zero_grad(set_to_none=True)
 
 
 # ---- after it
