@@ -76,7 +76,7 @@ def test_blocks_are_the_choice_where_every_shape_is_compiled_ahead(tmp_path):
 
 
 def test_without_a_plan_the_step_that_is_one_length_too_many_is_named(tmp_path):
-    lengths = list(range(5, 18))  # thirteen
+    lengths = list(range(5, 10))  # one more than are allowed
     rows = Dataset.from_list([{"input_ids": [2 + place % 60 for place in range(length)]} for length in lengths])
     trainer = tiny_trainer(
         tmp_path,
@@ -91,9 +91,9 @@ def test_without_a_plan_the_step_that_is_one_length_too_many_is_named(tmp_path):
     collate = trainer.data_collator
     trainer.data_collator = lambda batch: seen.append(len(batch[0]["input_ids"])) or collate(batch)
     static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=64)
-    with static, pytest.raises(TooManyCompiles) as raised, max_compiles(12):
+    with static, pytest.raises(TooManyCompiles) as raised, max_compiles(4):
         trainer.train()
-    assert len(raised.value.compilations) >= 13
+    assert len(raised.value.compilations) >= 5
     assert raised.value.change is not None
-    assert raised.value.change.new == seen[12]
-    assert str(seen[12]) in str(raised.value).splitlines()[0]
+    assert raised.value.change.new == seen[4]
+    assert str(seen[4]) in str(raised.value).splitlines()[0]

@@ -36,7 +36,7 @@ def make(method: str, folder: Path, rows: Dataset | None = None, **options: Any)
 # ---- the scale of the loss
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["sft", "dpo"])  # all others, in every layout: `test_equality_matrix`
 def test_accumulated_micro_batches_train_as_one_batch_the_last_of_an_epoch_included(tmp_path, method):
     """Six rows by four: the second step has two, and each counts as much as any other."""
     curves, weights = [], []
@@ -51,8 +51,6 @@ def test_accumulated_micro_batches_train_as_one_batch_the_last_of_an_epoch_inclu
             num_train_epochs=2,
             optim="sgd",
             learning_rate=0.02,
-            # the other loss of KTO compares with an estimate from the rows of a micro-batch
-            **({"loss_type": "apo_zero_unpaired"} if method == "kto" else {}),
         )
         trainer.train()
         curves.append([logged(trainer, name) for name in ("loss", "grad_norm")])

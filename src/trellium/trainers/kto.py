@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,8 +16,6 @@ from trellium.ops.segments import SampleScores, per_sample, sample_scores
 from trellium.ops.unpaired import mismatched_kl, reference_point, unpaired_loss, unpaired_metrics
 from trellium.trainers.kto_config import KTOConfig
 from trellium.trainers.referenced import ReferencedTrainer
-
-logger = logging.getLogger(__name__)
 
 
 class KTOTrainer(ReferencedTrainer):
@@ -68,7 +65,7 @@ class KTOTrainer(ReferencedTrainer):
         prepared = prepare_unpaired(dataset, self.processing_class, options)
         if name == "train" and isinstance(prepared, Dataset):
             labels = prepared.with_format("numpy")["label"][:]
-            warn_of_imbalance(int(labels.sum()), int((~labels).sum()), self.args)
+            self.args.warn_of_imbalance(int(labels.sum()), int((~labels).sum()))
         return prepared
 
     def row_reader(self, *, evaluation: bool = False) -> RowReader:
@@ -138,23 +135,3 @@ class KTOTrainer(ReferencedTrainer):
         samples = len(inputs["row_weight"]) * self._each
         sums = per_sample(logprob[inputs["term_edge"]], inputs["term_sample"], samples, inputs["term_weight"] > 0)
         return dict(zip(self.reference_columns, sums.view(-1, self._each).unbind(1), strict=True))
-
-
-def warn_of_imbalance(good: int, bad: int, args: KTOConfig) -> None:
-    """Say which weights would balance `good` and `bad` rows, where their numbers differ and the weights do not make up for it.
-
-    Source: Ethayarajh et al. 2024, eq. 8: the good rows' weight over that of the bad should lie in [1, 4/3].
-    """
-    if good == bad or not (good and bad):  # where one kind is missing no weight makes up for it
-        return
-    desirable, undesirable = args.desirable_weight, args.undesirable_weight
-    # Of rounded recommendations, as they are written below.
-    least, most = (round(bad * undesirable / good * bound, 2) for bound in (1, 4 / 3))
-    fewest, highest = (round(good * desirable / bad * bound, 2) for bound in (3 / 4, 1))
-    if least <= desirable <= most or fewest <= undesirable <= highest:
-        return
-    logger.warning(
-        "train: %d good and %d bad rows, weighed %g and %g. For balance set desirable_weight between %g and %g, or undesirable_weight between %g and %g, "
-        "one of the two.",
-        *(good, bad, desirable, undesirable, least, most, fewest, highest),
-    )

@@ -69,12 +69,11 @@ class SFTTrainer(BaseTrainer):
         **others: Any,
     ) -> None:
         self._formatting_func = formatting_func
+        datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         super().__init__(
             model,
             args,
             data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
             processing_class=processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -84,6 +83,7 @@ class SFTTrainer(BaseTrainer):
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             quantization_config=quantization_config,
+            **datasets,
             **others,
         )
 
