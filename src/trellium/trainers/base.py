@@ -49,6 +49,7 @@ from trellium.trainers.dealing import Dealing, deal_out
 from trellium.trainers.layouts import layout_of
 from trellium.trainers.metered import MeteredTrainer
 from trellium.trainers.mixture import RouterLoss
+from trellium.trainers.planned_graphs import PlannedGraphs
 from trellium.trainers.resuming import refused_by_transformers
 from trellium.trainers.row_sizes import costs_of, pair_cost
 from trellium.trainers.run_plan import plan_run
@@ -134,10 +135,12 @@ class BaseTrainer(MeteredTrainer):
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         self.plan: ShapePlan | None = None
         self.dealing: Dealing | None = None
+        self.graphs: PlannedGraphs | None = None
         if data_collator is None:
             self.data_collator = self._own_collator(model)
             self.dealing = self._dealing(model)
-            self.plan = plan_run(args, model, self.collator_for, train_dataset, eval_dataset, self.dealing)
+            self.graphs = PlannedGraphs.of(args, model, layout=self.data_collator.layout, method=self.method)
+            self.plan = plan_run(args, model, self.collator_for, train_dataset, eval_dataset, self.dealing, self.graphs)
             data_collator = replace(self.data_collator, plan=self.plan)
         else:
             check_collator(data_collator, train_dataset)
