@@ -18,7 +18,6 @@ import torch
 import transformers
 from torch import nn
 
-import trellium
 from trellium.forest.batch import Shape
 from trellium.trainers.base_config import BaseConfig
 
@@ -57,8 +56,9 @@ class PlannedGraphs:
             str(args.device),
         )
         how += (args.bf16, args.fp16, args.gradient_checkpointing, args.gradient_checkpointing_kwargs)
-        versions = (trellium.__version__, transformers.__version__)
-        program = json.dumps([versions, type(model).__name__, config, parameters, how], sort_keys=True, default=str)
+        program = json.dumps(
+            [transformers.__version__, type(model).__name__, config, parameters, how], sort_keys=True, default=str
+        )
         return cls(hashlib.sha256(program.encode()).hexdigest(), args.device, blocks)
 
     def cached(self, *, evaluation: bool) -> Callable[[Shape], bool]:
