@@ -7,8 +7,9 @@ other in one row; and so with four batches a step (of accumulation or of process
 1,000 and 100,000 steps in all. A plan knows how many steps there will be, so each number of steps has its own; its padding is that of the longest run,
 `least padding` is what the same number of graphs can do at best. Seconds are a model, not measured: 20 s a graph, 8 ms a token (SmolLM2-135M on two
 cores at 0.1 TFLOP/s). Where a batch is one row, one length holds the longest that could ever come, as in a run.
-Then the fill of packed rows, as long as the longest sequence and twice as long, beside TRL 1.16's `pack_dataset` (the bench extra), which packs every
-thousand rows by themselves, and the seconds both take; for TRL, which copies the tokens, those of 100,000 sequences of one byte a token, ten times.
+Then the fill of packed rows, as long as the longest sequence and twice as long, and how few rows there could be; beside TRL 1.16's `pack_dataset` (the bench
+extra), which packs every thousand rows by themselves; and the seconds both take; for TRL, which copies the tokens, those of 100,000 sequences of one byte a
+token, ten times.
 
     python benchmarks/shapes.py [--json benchmarks/results/shapes.json]
     python benchmarks/shapes.py --million        1 M sequences of about 1 G tokens brought in order, planned and packed: seconds and memory
@@ -253,10 +254,25 @@ def trl_packing(lengths: np.ndarray, capacity: int) -> tuple[float, float]:
     return float(np.minimum(lengths, capacity).sum() / (len(packed) * capacity)), seconds
 
 
+def fewest_rows(lengths: np.ndarray, capacity: int) -> int:
+    """That any packing takes: sequences of more than half a row cannot meet, nor can one meet what is longer than the space it leaves; the rest may fill every
+    gap to the last token. The bound L2 of Martello and Toth 1990."""
+    bound = 0
+    for small in np.unique(np.append(0, lengths[lengths <= capacity // 2])):
+        alone = int((lengths > capacity - small).sum())
+        large = lengths[(lengths > capacity // 2) & (lengths <= capacity - small)]
+        rest = int(lengths[(lengths >= small) & (lengths <= capacity // 2)].sum())
+        over = rest - (len(large) * capacity - int(large.sum()))
+        bound = max(bound, alone + len(large) + max(0, -(-over // capacity)))
+    return bound
+
+
 def compare_packing(lengths: np.ndarray, max_length: int, rows_of: int) -> dict:
     """One graph: rows of one length, `rows_of` times the longest a sequence may have."""
     ours = pack_lengths(np.minimum(lengths, max_length), rows_of * max_length)
-    found = {"max_length": max_length, "capacity": ours.capacity, "rows": ours.rows, "fill": round(ours.fill, 5)}
+    fewest = fewest_rows(np.minimum(lengths, max_length), ours.capacity)
+    found = {"max_length": max_length, "capacity": ours.capacity, "rows": ours.rows, "fewest_rows": fewest}
+    found["fill"] = round(ours.fill, 5)
     if rows_of == 1:
         found["trl_fill"] = round(trl_packing(lengths, max_length)[0], 5)
     return found
@@ -360,7 +376,8 @@ def histograms() -> dict:
         one["packing"] = [compare_packing(full, longest, rows_of) for longest in MAX_LENGTHS for rows_of in (1, 2)]
         for row in one["packing"]:
             trl = f"; TRL {row['trl_fill']:.2%}" if "trl_fill" in row else ""
-            print(f"packed, up to {row['max_length']} in rows of {row['capacity']}: {row['fill']:.2%} full{trl}")
+            rows = f"{row['rows']:,} rows of {row['capacity']} (no packing takes fewer than {row['fewest_rows']:,})"
+            print(f"packed, up to {row['max_length']}: {rows}, {row['fill']:.2%} full{trl}")
         result["histograms"][name] = one
     result["seconds_of_a_million"] = packing_seconds(whole["ShareGPT"])
     print(f"\nseconds to pack 1 M sequences: {result['seconds_of_a_million']}")

@@ -49,6 +49,26 @@ def test_what_is_longer_than_a_row_is_cut_split_or_wrapped(strategy, pieces):
     assert all(trained == (False,) + (True,) * (len(ids) - 1) for ids, trained in found)
 
 
+@pytest.mark.parametrize(("strategy", "pieces"), [("bfd", {4, 2}), ("bfd_split", {4, 2})])
+def test_rows_longer_than_the_longest_sequence_hold_more_of_them(strategy, pieces):
+    rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids in ([1, 2, 3, 4, 5, 6], [9, 8])])
+    packed = pack_rows(rows, 10, strategy, name="train", longest=4)
+    assert len(packed) == 1
+    assert {len(ids) for ids, _ in sequences_of(packed)} == pieces
+    streamed = pack_rows(rows.to_iterable_dataset(), 10, strategy, name="train", longest=4)
+    assert sequences_of(Dataset.from_list(list(streamed))) == sequences_of(packed)
+
+
+def test_rows_that_longer_ones_would_fill_better_are_said(caplog):
+    rows = Dataset.from_list([{"input_ids": [1] * 11, "labels": [1] * 11}] * 12)
+    pack_rows(rows, 17, "bfd", name="train", longest=17)
+    assert "train: rows of 34 would be 97.1 % full. packed_row_length=34 and half as many rows a batch" in caplog.text
+    caplog.clear()
+    pack_rows(rows, 34, "bfd", name="train", longest=17)
+    pack_rows(rows, 17, "bfd", name="train")
+    assert "packed_row_length" not in caplog.text
+
+
 def test_how_full_rows_are_and_what_was_cut_is_logged(caplog):
     rows = Dataset.from_list([{"input_ids": [1] * 6, "labels": [1] * 6}])
     with caplog.at_level(logging.INFO):

@@ -180,6 +180,9 @@ def test_attention_area_is_that_of_the_pieces():
 
 
 def test_what_cannot_be_packed_is_refused_by_name():
+    for longest, strategy in ((6, "bfd"), (0, "bfd"), (4, "wrapped")):
+        with pytest.raises(ConfigError, match=f"sequences of up to {longest} tokens in rows of 5"):
+            pack_lengths([1], 5, strategy, longest=longest)
     with pytest.raises(ConfigError, match="at least 1 token, got 0"):
         pack_lengths([1], 0)
     with pytest.raises(ConfigError, match="must be one of bfd, bfd_split, wrapped, got 'ffd'"):

@@ -44,6 +44,37 @@ def test_the_plan_is_the_best_of_all_choices_of_lengths(lengths, rows, batches, 
     assert seconds_of(plan) == pytest.approx(best)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    rows=st.integers(1, 3),
+    batches=st.integers(1, 500),
+    max_graphs=st.integers(1, 4),
+    cached=st.sets(st.integers(1, 12).map(lambda eighth: 8 * eighth)),
+)
+def test_the_plan_is_the_best_of_all_choices_among_the_lengths_of_rows_and_of_cached_graphs(
+    lengths, rows, batches, max_graphs, cached
+):
+    cost = StepCost(
+        fixed=0.1, token=1e-3, compile_seconds=5.0, in_cache=lambda shape: shape.length in cached, load_seconds=0.25
+    )
+    feed = Feed(lengths, rows, batches, cost)
+    rounded = {-(-length // 8) * 8 for length in lengths}
+    known = sorted(rounded | {length for length in cached if length <= 2 * max(rounded)})
+    choices = (
+        choice
+        for size in range(1, min(max_graphs, len(known)) + 1)
+        for choice in itertools.combinations(known, size)
+        if choice[-1] >= max(lengths)
+    )
+    best = min(seconds_of(plan_shapes(feed, shapes=choice, step=8)) for choice in choices)
+    plan = plan_shapes(feed, step=8, max_graphs=max_graphs)
+    assert len(plan.planned) <= max_graphs
+    assert seconds_of(plan) == pytest.approx(best)
+    assert [one.cached for one in plan.planned] == [one.shape.length in cached for one in plan.planned]
+    assert str(plan).count("cached") == sum(one.cached for one in plan.planned)
+
+
 COSTS = st.builds(
     StepCost, fixed=st.floats(0, 10), token=st.floats(0, 1), pair=st.floats(0, 0.1), edge=st.floats(0, 1), compile_seconds=st.floats(0, 100)
 )  # fmt: skip

@@ -377,3 +377,47 @@ def test_the_ledger_sees_cold_and_warm(folder):
         run()
     assert [compilation.warmth for compilation in new] == ["cold", "warm"]
     assert Path(new[0].frame.split(":")[0]).name == "test_graph_cache.py"
+
+
+def test_a_label_holds_while_all_its_graphs_are_in_the_cache(folder):
+    assert not torch.neuron.has_graphs("a product")
+    with torch.neuron.graphs_labelled("a product"):
+        run()
+    assert torch.neuron.has_graphs("a product")
+    assert not torch.neuron.has_graphs("another")
+    with torch.neuron.graphs_labelled("another"):
+        pass  # nothing was asked for, so nothing is known
+    assert not torch.neuron.has_graphs("another")
+    with torch.neuron.graphs_labelled("another"):
+        run()  # loaded
+    assert torch.neuron.has_graphs("another")
+    (entry,) = graph_cache.entries()
+    graph_cache.remove(entry.path)
+    assert not torch.neuron.has_graphs("a product")
+
+
+def test_a_label_of_graphs_that_failed_or_cannot_be_kept_does_not_hold(folder, monkeypatch):
+
+    def broken_off():
+        with torch.neuron.graphs_labelled("broken off"):
+            run()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        broken_off()
+    assert not torch.neuron.has_graphs("broken off")
+    graph_cache.clear()
+    monkeypatch.setattr(graph_cache, "write", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    with torch.neuron.graphs_labelled("not kept"):
+        run()
+    assert not torch.neuron.has_graphs("not kept")
+
+
+def test_labels_are_cleared_with_their_graphs_and_a_damaged_one_says_nothing(folder):
+    with torch.neuron.graphs_labelled("a product"):
+        run()
+    (label,) = folder.glob("*.label")
+    label.write_bytes(b"not a label")
+    assert not torch.neuron.has_graphs("a product")
+    assert graph_cache.clear() == 1
+    assert not list(folder.glob("*.label"))

@@ -84,11 +84,12 @@ def test_shared_rows_forward_fewer_tokens_and_say_so(tmp_path):
     assert entry["num_tokens"] == plain["num_tokens"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_packed_datasets_train_their_sequences_and_do_not_let_them_see_each_other(tmp_path, compiled):
+@pytest.mark.parametrize(("compiled", "row_length"), [(False, None), (True, None), (False, 48)])
+def test_packed_datasets_train_their_sequences_and_do_not_let_them_see_each_other(tmp_path, compiled, row_length):
     # One packed row a step: the sequences of a row, given as rows of their own, are the same step.
     rows = related_rows()
     options = {"max_length": 24, "packing": True, "per_device_train_batch_size": 1, "max_steps": 3}
+    options |= {"packed_row_length": row_length}
     if compiled:
         options |= {"torch_compile": True, "torch_compile_backend": "aot_eager", "compile_regions": "blocks"}
     trainer, found, _ = run(tmp_path / "packed", train_sampling_strategy="sequential", **options)
@@ -107,6 +108,7 @@ def test_packed_datasets_train_their_sequences_and_do_not_let_them_see_each_othe
         expected.append(total / count)
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     assert sum(map(len, rows["input_ids"])) == sum(map(sum, trainer.train_dataset["seq_lengths"]))
+    assert (row_length or 24) * 0.8 < max(map(sum, trainer.train_dataset["seq_lengths"])) <= (row_length or 24)
 
 
 def test_a_model_that_reads_one_sequence_a_row_is_padded_and_cannot_be_packed(tmp_path):
@@ -132,6 +134,9 @@ def test_router_losses_are_those_of_padded_rows(tmp_path):
         ({"packing": True, "layout": "padded"}, "gives every sequence a row of its own"),
         ({"packing_strategy": "best"}, "packing_strategy must be one of bfd, bfd_split, wrapped"),
         ({"padding_free": True, "layout": "padded"}, "exclude each other"),
+        ({"packed_row_length": 48}, "rows are not packed"),
+        ({"packing": True, "max_length": 24, "packed_row_length": 16}, "does not hold a sequence of max_length=24"),
+        ({"packing": True, "packed_row_length": 2048, "packing_strategy": "wrapped"}, "a wrapped row is one sequence"),
     ],
 )
 def test_layouts_that_cannot_be_are_refused(tmp_path, options, message):

@@ -9,10 +9,14 @@ import torch
 from datasets import Dataset
 
 from tests.trainers.tiny_runs import losses, tiny_trainer, token_rows
+from trellium import SFTTrainer
 from trellium.data.samples import ReadTokens
 from trellium.errors import ConfigError, ModelError
+from trellium.forest.batch import Shape
 from trellium.forest.collate import ForestCollator
+from trellium.forest.step_cost import StepCost
 from trellium.monitor import max_compiles
+from trellium.trainers import run_plan
 from trellium.trainers.row_sizes import sizes_of
 
 STATIC = {"automatic_dynamic_shapes": False, "recompile_limit": 64}
@@ -174,6 +178,58 @@ def test_shapes_are_planned_by_themselves_where_each_is_compiled_ahead(tmp_path,
     assert 2 <= len(trainer.plan.planned) <= 3
     assert "Planned shapes (seconds are estimates for this host)" in caplog.text
     assert tiny_trainer(tmp_path / "eager", **options).plan is None
+
+
+@pytest.fixture
+def graph_folder(tmp_path, monkeypatch):
+    """An empty cache of compiled graphs."""
+    monkeypatch.setenv("TORCH_NEURONX_NEFF_CACHE_DIR", str(tmp_path / "graphs"))
+
+
+@pytest.mark.skipif(not hasattr(torch, "neuron"), reason="no neuron device")
+def test_a_plan_prefers_what_the_cache_of_the_device_has(tmp_path, graph_folder, caplog, monkeypatch):
+    cost = StepCost(token=1e-4, compile_seconds=20.0, load_seconds=1.0)
+    monkeypatch.setattr(run_plan, "step_cost", lambda *_: cost)
+    one_row = {"layout": "padded", "per_device_train_batch_size": 1, "max_steps": 200}
+
+    def planned(**options) -> SFTTrainer:
+        rows = rows_of([100, 200, 300, 400, 500])
+        return tiny_trainer(tmp_path, train_dataset=rows, use_cpu=False, torch_compile=True, **{**one_row, **options})
+
+    first = planned()
+    assert [one.shape.length for one in first.plan.planned] == [512]  # less padding is worth 2 s, not 20
+    assert not any(one.cached for one in first.plan.planned)
+    for length in (256, 512, 640):
+        with first.graphs.labelled(Shape(1, length, 1), evaluation=False):
+            torch.compile(lambda x: x + 1, backend="neuron")(torch.zeros(length, device="neuron"))
+    second = planned()
+    assert {one.shape.length: one.cached for one in second.plan.planned} == {256: True, 512: True}
+    assert "cached" in caplog.text
+    assert (first.plan.compile_seconds, second.plan.compile_seconds) == (20, 2)
+    for other in ({"gradient_checkpointing": False}, {"per_device_train_batch_size": 2}):
+        assert not any(one.cached for one in planned(**other).plan.planned)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch, "neuron"), reason="no neuron device")
+def test_the_next_run_plans_with_the_graphs_that_this_one_compiled_and_compiles_none(tmp_path, graph_folder):
+    options = {
+        "train_dataset": rows_of([100, 200, 120, 250] * 4),
+        "eval_dataset": rows_of([90] * 4),
+        "layout": "padded",
+        "use_cpu": False,
+        "torch_compile": True,
+        "max_steps": 2,
+    }
+    first = tiny_trainer(tmp_path / "first", shapes="multiple", **options)
+    first.train()
+    torch.compiler.reset()
+    torch.neuron.reset_dynamo_metrics()
+    second = tiny_trainer(tmp_path / "second", **options)
+    assert all(one.cached for one in second.plan.planned)
+    second.train()
+    assert torch.neuron.get_dynamo_metrics()["cache_misses"] == 0
+    assert losses(second) == pytest.approx(losses(first), rel=1e-5)
 
 
 def test_lengths_cannot_be_given_for_streamed_rows(tmp_path):

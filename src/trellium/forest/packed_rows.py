@@ -26,11 +26,18 @@ _FEATURES = Features(
     {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "seq_lengths": List(Value("int32"))}
 )
 _STREAMED = 1000
+_FULL = 0.95
+"""Rows that are less full than this are worth a word about longer ones."""
 _REVISION = 1
 
 
 def pack_rows(
-    dataset: Dataset | IterableDataset, capacity: int | None, strategy: Strategy, *, name: str
+    dataset: Dataset | IterableDataset,
+    capacity: int | None,
+    strategy: Strategy,
+    *,
+    name: str,
+    longest: int | None = None,
 ) -> Dataset | IterableDataset:
     """Rows of `input_ids` and `labels` to fewer, fuller ones, with `seq_lengths`: the tokens of each sequence in a row.
 
@@ -39,9 +46,11 @@ def pack_rows(
         capacity: tokens of a row.
         strategy: see `packing.pack_lengths`. `wrapped` rows are one sequence each.
         name: what to call the dataset in the log and on the progress bar.
+        longest: tokens of a sequence, at most; None for those of a row.
 
     Returns:
-        The packed rows. How full they are, and how many tokens were cut or sequences split, is logged.
+        The packed rows. How full they are, and how many tokens were cut or sequences split, is logged; and where rows that may be longer than
+        the longest sequence are not full, how full longer ones would be.
 
     Raises:
         ConfigError: no capacity.
@@ -49,12 +58,20 @@ def pack_rows(
     if capacity is None:
         raise ConfigError("packing=True fills rows up to max_length, which is unset. Set max_length.")
     if isinstance(dataset, IterableDataset):
-        pack = _PackStream(capacity, strategy)
+        pack = _PackStream(capacity, strategy, longest)
         return dataset.map(pack, batched=True, batch_size=_STREAMED, remove_columns=list(_TOKENS), features=_FEATURES)
     tables = dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=10_000)
-    packing = pack_lengths(np.concatenate([list_lengths(table, "input_ids") for table in tables]), capacity, strategy)
+    lengths = np.concatenate([list_lengths(table, "input_ids") for table in tables])
+    packing = pack_lengths(lengths, capacity, strategy, longest=longest)
     cut = packing.cut_tokens or packing.split_sequences or packing.dropped_sequences
     logger.log(logging.WARNING if cut else logging.INFO, "%s packed (%s): %s.", name, strategy, packing)
+    if longest == capacity and strategy != "wrapped" and packing.fill < _FULL and packing.rows > 1:
+        longer = pack_lengths(lengths, 2 * capacity, strategy, longest=longest)
+        if longer.fill > _FULL:
+            logger.warning(
+                "%s: rows of %d would be %.1f %% full. packed_row_length=%d and half as many rows a batch train the same with less padding.",
+                *(name, 2 * capacity, 100 * longer.fill, 2 * capacity),
+            )
     bounds = Dataset.from_dict({"row": np.arange(packing.rows)})
     return bounds.map(
         _Gather(dataset.select_columns(list(_TOKENS)).with_format("arrow"), packing),
@@ -62,7 +79,7 @@ def pack_rows(
         batch_size=100,
         remove_columns=["row"],
         features=_FEATURES,
-        new_fingerprint=Hasher.hash((dataset._fingerprint, capacity, strategy, _REVISION)),
+        new_fingerprint=Hasher.hash((dataset._fingerprint, capacity, strategy, longest, _REVISION)),
         desc=f"Packing {name}",
     )
 
@@ -90,10 +107,11 @@ class _PackStream:
 
     capacity: int
     strategy: Strategy
+    longest: int | None
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         lengths = [len(ids) for ids in batch["input_ids"]]
-        packing = pack_lengths(lengths, self.capacity, self.strategy)
+        packing = pack_lengths(lengths, self.capacity, self.strategy, longest=self.longest)
         flat = {name: np.concatenate([np.asarray(row, dtype=np.int32) for row in batch[name]]) for name in _TOKENS}
         starts = np.append(0, np.cumsum(lengths))[packing.sequence]
         return _rows(flat, starts, packing, range(packing.rows), 0)

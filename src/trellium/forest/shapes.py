@@ -3,7 +3,7 @@
 Every shape costs a compilation; every token of padding costs its share of a step. Given the histogram of rounded lengths a run will feed, the cheapest set
 of at most `max_graphs` lengths is found exactly: each planned length serves a run of neighbouring ones, so the best for the lengths up to `j` with `k`
 graphs is the best up to some `i < j` with `k - 1`, and everything between padded to `j`. O(max_graphs · n²) for `n` distinct lengths: some 10 ms for
-256 of them.
+256 of them. Lengths that no row has are worth a graph only where it is in a cache, from an earlier run; those are considered too.
 
 Batches of several rows are as long as their longest: how often that is which length follows exactly from the histogram, for shuffled rows. The other
 sizes follow from the length: `E` is the most edges that any `R` rows of that length or less can have, so no batch ever needs more. A partial last
@@ -24,6 +24,9 @@ from trellium.forest.batch import Shape
 from trellium.forest.step_cost import StepCost
 
 Shapes = Literal["auto", "multiple", "exact"] | Ordered[int]
+
+_ASKED = 1024
+"""How many lengths that no row has are looked for in a cache, at most."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class PlannedShape:
         real_tokens: their tokens that are not padding.
         compile_seconds: to compile it.
         run_seconds: of all its batches.
+        cached: whether it was compiled before, and `compile_seconds` are those of loading it.
     """
 
     shape: Shape
@@ -68,6 +72,7 @@ class PlannedShape:
     real_tokens: float
     compile_seconds: float
     run_seconds: float
+    cached: bool = False
 
     @property
     def tokens(self) -> float:
@@ -117,7 +122,7 @@ class ShapePlan:
         ]
         lines += [
             f"{one.shape!s:<40} {'evaluation' if one.evaluation else 'training':<10} {one.batches:>10,.0f} {one.tokens / tokens:>7.1%} "
-            f"{one.padding:>7.1%} {one.compile_seconds:>9.1f} {one.run_seconds:>10,.1f}"
+            f"{one.padding:>7.1%} {'cached' if one.cached else f'{one.compile_seconds:.1f}':>9} {one.run_seconds:>10,.1f}"
             for one in self.planned
         ]
         whole = f"{len(self.planned)} graphs"
@@ -186,11 +191,15 @@ class _Histogram:
 
     def best(self, most: int) -> list[tuple[float, np.ndarray]]:
         """For 1, 2, … `most` graphs (no more than there are lengths): seconds, and the lengths."""
-        batches, _ = self._up_to(self.lengths)
-        shapes = self._shapes(self.lengths)
+        lengths = np.union1d(self.lengths, self._cached_lengths())
+        longest = (
+            int(np.searchsorted(lengths, self.lengths[-1])) + 1
+        )  # the first so many lengths hold all but the longest rows
+        batches, _ = self._up_to(lengths)
+        shapes = self._shapes(lengths)
         seconds = [self.feed.cost.step_seconds(shape) for shape in shapes]
         compiling = [self.feed.cost.compiling_seconds(shape) for shape in shapes]
-        size = len(self.lengths)
+        size = len(lengths)
         least = np.full(size + 1, np.inf)  # for the first j lengths
         least[0] = 0.0
         came_from: list[np.ndarray] = []
@@ -203,12 +212,20 @@ class _Histogram:
                 nearer[j] = way[origin[j]] + compiling[j - 1]
             least = nearer
             came_from.append(origin)
-            ends, j = [], size
+            ends, j = [], longest + int(least[longest:].argmin())
+            seconds_in_all = float(least[j])
             for origins in reversed(came_from):
                 ends.append(j - 1)
                 j = int(origins[j])
-            found.append((float(least[size]), self.lengths[ends[::-1]]))
+            found.append((seconds_in_all, lengths[ends[::-1]]))
         return found
+
+    def _cached_lengths(self) -> np.ndarray:
+        """Lengths whose graphs are in the cache, up to twice the longest row; none where there are too many to ask for each."""
+        lengths = np.arange(self.step, 2 * int(self.lengths[-1]) + 1, self.step)
+        if self.feed.cost.in_cache is None or len(lengths) > _ASKED:
+            return lengths[:0]
+        return lengths[[self.feed.cost.is_cached(shape) for shape in self._shapes(lengths)]]
 
     def held_by(self, given: Ordered[int]) -> np.ndarray:
         """The given lengths, ascending."""
@@ -233,6 +250,7 @@ class _Histogram:
                 real_tokens=float(real[index]),
                 compile_seconds=self.feed.cost.compiling_seconds(shape),
                 run_seconds=float(batches[index]) * self.feed.cost.step_seconds(shape),
+                cached=self.feed.cost.is_cached(shape),
             )
             for index, shape in enumerate(self._shapes(lengths))
         ]

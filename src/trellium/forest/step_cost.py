@@ -2,12 +2,12 @@
 
 A step is linear in what it works on: tokens (the layers), pairs of tokens (attention), edges (the head), and a fixed part. The four rates are fitted to
 measured steps by least squares under the rule that none is negative, so that a larger shape never costs less; a shape that was measured keeps
-its measure. Cost: microseconds.
+its measure, and one that a cache has is not compiled but loaded. Cost: microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,9 @@ class StepCost:
         edge: seconds for each of the `E` edges.
         compile_seconds: what it takes to compile a shape.
         measured_steps: seconds of a step of shapes that were measured.
-        measured_compiles: seconds to compile shapes that were measured; 0 for those in a cache.
+        measured_compiles: seconds to compile shapes that were measured.
+        in_cache: whether a shape was compiled before and is only loaded; None for no cache.
+        load_seconds: what that takes.
     """
 
     fixed: float = 0.0
@@ -36,6 +38,8 @@ class StepCost:
     compile_seconds: float = 0.0
     measured_steps: Mapping[Shape, float] = field(default_factory=dict)
     measured_compiles: Mapping[Shape, float] = field(default_factory=dict)
+    in_cache: Callable[[Shape], bool] | None = None
+    load_seconds: float = 0.0
 
     @classmethod
     def fit(cls, steps: Mapping[Shape, float], compiles: Mapping[Shape, float]) -> StepCost:
@@ -59,8 +63,12 @@ class StepCost:
         return float(np.dot(_sizes(shape), (self.fixed, self.token, self.pair, self.edge)))
 
     def compiling_seconds(self, shape: Shape) -> float:
-        """As measured, else `compile_seconds`."""
-        return self.measured_compiles.get(shape, self.compile_seconds)
+        """As measured, else `compile_seconds`; `load_seconds` for a shape in the cache."""
+        return self.load_seconds if self.is_cached(shape) else self.measured_compiles.get(shape, self.compile_seconds)
+
+    def is_cached(self, shape: Shape) -> bool:
+        """Whether a shape is only loaded."""
+        return self.in_cache is not None and self.in_cache(shape)
 
 
 def _sizes(shape: Shape) -> tuple[float, float, float, float]:

@@ -25,6 +25,7 @@ from trellium.neuron.contract import (  # noqa: F401
     get_executed_ops,
     get_fallback_ops,
 )
+from trellium.neuron.graph_labels import graphs_labelled, has_graphs  # noqa: F401
 from trellium.neuron.indices import DeviceLike, _get_device_index, valid_index
 from trellium.neuron.instances import current_instance
 from trellium.neuron.memory import (  # noqa: F401

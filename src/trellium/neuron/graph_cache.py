@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trellium.neuron import graph_labels
 from trellium.neuron.graph_scratch import (  # noqa: F401
     Instructions,
     compiler,
@@ -167,6 +168,7 @@ def compiling(code: str = "") -> Iterator[_Compilation]:
     finally:
         own.unlock()
         _current.compilation = outer
+        graph_labels.note(None if own.outcome == "bypass" else own.path)
 
 
 def note_compiling() -> None:

@@ -23,6 +23,7 @@ ENTRY_BOUND = ("NEURON_COMPILATION_CACHE_MAX_ENTRIES", 0)
 
 MARK = b"trellium neuron graph\n"
 SUFFIX = ".graph"
+LABEL_SUFFIX = ".label"
 _HITS = ".hits"
 _PART = ".part-"
 
@@ -163,12 +164,13 @@ def keep_within_bounds(keep: Path) -> int:
 
 
 def clear() -> int:
-    """Remove all entries, half-written ones too; returns how many there were."""
+    """Remove all entries, half-written ones and labels too; returns how many there were."""
     known = entries()
     for entry in known:
         remove(entry.path)
-    for part in store_folder().glob(f"*{SUFFIX}{_PART}*"):
-        part.unlink(missing_ok=True)
+    for pattern in (f"*{SUFFIX}{_PART}*", f"*{LABEL_SUFFIX}*"):
+        for left in store_folder().glob(pattern):
+            left.unlink(missing_ok=True)
     return len(known)
 
 

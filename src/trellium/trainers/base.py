@@ -60,6 +60,7 @@ from trellium.trainers.images import (
 )
 from trellium.trainers.layouts import layout_of
 from trellium.trainers.mixture import RouterLoss
+from trellium.trainers.planned_graphs import PlannedGraphs
 from trellium.trainers.predictions import PredictingTrainer
 from trellium.trainers.resuming import refused_by_transformers
 from trellium.trainers.row_sizes import costs_of, pair_cost
@@ -153,10 +154,12 @@ class BaseTrainer(PredictingTrainer):
         self.router_loss = RouterLoss.of(model, getattr(args, "router_aux_loss_coef", 0.0))
         self.plan: ShapePlan | None = None
         self.dealing: Dealing | None = None
+        self.graphs: PlannedGraphs | None = None
         if data_collator is None:
             self.data_collator = self._own_collator(model)
             self.dealing = self._dealing(model)
-            self.plan = plan_run(args, model, self.collator_for, train_dataset, eval_dataset, self.dealing)
+            self.graphs = PlannedGraphs.of(args, model, layout=self.data_collator.layout, method=self.method)
+            self.plan = plan_run(args, model, self.collator_for, train_dataset, eval_dataset, self.dealing, self.graphs)
             data_collator = replace(self.data_collator, plan=self.plan)
         else:
             check_collator(data_collator, train_dataset)

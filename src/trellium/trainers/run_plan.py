@@ -5,7 +5,7 @@ the least; `trainers.warm_up` compiles them. Where all sequences of a batch lie 
 trainer does, to see how long they get; one more shape holds the longest that could ever come.
 
 What a shape costs is measured where the ledger knows of compilations in this process, and estimated otherwise: seconds of a product on the host
-that computes, times the model's parameters. Cost: a pass over the labels, a few hundred batches, and a product of two matrices.
+that computes, times the model's parameters. One whose graphs the device's cache has is only loaded. Cost: a pass over the labels, a few hundred batches, and a product of two matrices.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ from trellium.forest.step_cost import StepCost
 from trellium.monitor import ledger
 from trellium.trainers.base_config import BaseConfig
 from trellium.trainers.dealing import Dealing
+from trellium.trainers.planned_graphs import PlannedGraphs
 from trellium.trainers.row_sizes import costs_of, sizes_of
 
 logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 20.0
 """What a shape is taken to cost to compile, forward and backward, until the ledger knows better: a block on two cores (`benchmarks/regions.py`)."""
+
+LOAD_SHARE = 1 / 20
+"""What loading a graph from the cache is taken to cost of compiling it, until the ledger knows better."""
 
 DRAWN_BATCHES = 256
 """How many batches are drawn to see how long they get, where a batch is one row."""
@@ -53,6 +57,7 @@ def plan_run(
     training: Any,
     evaluation: Any,
     dealing: Dealing | None = None,
+    graphs: PlannedGraphs | None = None,
 ) -> ShapePlan | None:
     """The plan of a run, or None where shapes are not planned: nothing is compiled ahead, or the rows are not known before they come.
 
@@ -63,6 +68,7 @@ def plan_run(
         training: the prepared rows.
         evaluation: prepared rows, a mapping of several, or None.
         dealing: how the rows of a step are dealt to its batches; None for in order.
+        graphs: those that may be in the device's cache; None for a device without one.
 
     Raises:
         ConfigError: given row lengths that do not hold the longest row or are for streamed rows, or too few graphs.
@@ -88,11 +94,23 @@ def plan_run(
     in_order = args.train_sampling_strategy == "sequential"
     batches = steps * args.gradient_accumulation_steps
     drawn = _Drawn(args.per_device_train_batch_size, batches, in_order, args.seed, dealing)
-    feeds = [_feed(collator_for(evaluation=False), [training], drawn, cost)]
+    feeds = [
+        _feed(
+            collator_for(evaluation=False),
+            [training],
+            drawn,
+            replace(cost, in_cache=graphs.cached(evaluation=False) if graphs else None),
+        )
+    ]
     if sets:
         rows = args.per_device_eval_batch_size
         batches = sum(math.ceil(len(part) / (rows * args.world_size)) for part in sets)
-        cheaper = replace(cost, token=cost.token * FORWARD_SHARE, compile_seconds=cost.compile_seconds * FORWARD_SHARE)
+        cheaper = replace(
+            cost,
+            token=cost.token * FORWARD_SHARE,
+            compile_seconds=cost.compile_seconds * FORWARD_SHARE,
+            in_cache=graphs.cached(evaluation=True) if graphs else None,
+        )
         drawn = _Drawn(rows, _evaluations(args, steps) * batches, True, 0)
         feeds.append(_feed(collator_for(evaluation=True), sets, drawn, cheaper))
     if any(feed.shape_rows == 1 for feed in feeds) and not isinstance(args.given_shapes, str):
@@ -182,18 +200,24 @@ def step_cost(args: BaseConfig, model: nn.Module) -> StepCost:
     """Seconds of a training shape on the hardware that computes here.
 
     The estimate: two operations a parameter and token forward, and twice that backward, for trained parameters; as often as the hardware
-    multiplies matrices in a second. Compile seconds are the mean of the cold compilations of this process, or `COMPILE_SECONDS`.
+    multiplies matrices in a second. Seconds to compile and to load are means over the cold and the warm compilations of this process, where there were any.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     seconds = (4 * parameters + 2 * trained) / _operations_a_second(args.device)
-    return StepCost(token=seconds, compile_seconds=_compile_seconds())
+    compiling = _seconds_of("cold") or COMPILE_SECONDS
+    return StepCost(
+        token=seconds,
+        compile_seconds=compiling,
+        load_seconds=min(_seconds_of("warm") or LOAD_SHARE * compiling, compiling),
+    )
 
 
-def _compile_seconds() -> float:
-    cold = [record for record in ledger.records() if record.warmth == "cold" and not record.failure]
-    graphs = sum(record.kind != "backward" for record in cold)
-    return sum(record.seconds for record in cold) / graphs if graphs else COMPILE_SECONDS
+def _seconds_of(warmth: str) -> float | None:
+    """The mean of a graph and its backward in this process; None if there was none."""
+    made = [record for record in ledger.records() if record.warmth == warmth and not record.failure]
+    graphs = sum(record.kind != "backward" for record in made)
+    return sum(record.seconds for record in made) / graphs if graphs else None
 
 
 def _operations_a_second(device: torch.device, size: int = 512) -> float:

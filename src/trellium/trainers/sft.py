@@ -120,7 +120,8 @@ class SFTTrainer(BaseTrainer):
         if packs and not packed:
             if args.shuffle_dataset:
                 prepared = prepared.shuffle(seed=args.seed)
-            prepared = pack_rows(prepared, args.max_length, args.packing_strategy, name=name)
+            capacity = args.packed_row_length or args.max_length
+            prepared = pack_rows(prepared, capacity, args.packing_strategy, name=name, longest=args.max_length)
         return prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
 
     @property

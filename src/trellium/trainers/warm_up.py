@@ -6,6 +6,7 @@ shapes are strict. Cost: the compilations, and a step of each shape.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -38,9 +39,16 @@ def warm_up(trainer: BaseTrainer, plan: ShapePlan) -> None:
         for planned in bar:
             bar.set_description(f"Compiling {planned.shape} for {'evaluation' if planned.evaluation else 'training'}")
             began = time.perf_counter()
-            _run(trainer, evaluating if planned.evaluation else training, planned)
+            with _labelled(trainer, planned):
+                _run(trainer, evaluating if planned.evaluation else training, planned)
             bar.set_postfix_str(f"{time.perf_counter() - began:.1f} s")
     training.train(was_training)
+
+
+def _labelled(trainer: BaseTrainer, planned: PlannedShape) -> contextlib.AbstractContextManager[None]:
+    """What is compiled inside is known by the shape to the next run's plan."""
+    graphs = trainer.graphs
+    return contextlib.nullcontext() if graphs is None else graphs.labelled(planned.shape, evaluation=planned.evaluation)
 
 
 def make_room(plan: ShapePlan) -> None:
