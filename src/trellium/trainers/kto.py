@@ -22,7 +22,8 @@ class KTOTrainer(ReferencedTrainer):
     """Kahneman-Tversky optimization, with TRL's signature (Ethayarajh et al. 2024).
 
     The divergence from the reference is estimated from each prompt with the completion of another row, which is one of the same batch where rows come in order;
-    the two share the prompt's tokens. Batches of one row and rows in any order will do.
+    the two share the prompt's tokens. Batches of one row and rows in any order will do. Mismatched completions learn nothing, but lie in the policy's batch: a
+    forward of their own would save their backward and cost every prompt once more, which is dearer where prompts are the longer part.
 
     Args:
         model: a name or path, a causal language model, or one with an adapter.
