@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "offline.json"
-METHODS = {"sft-lora": 20, "sft-full": 20, "dpo-lora": 8, "dpo-full": 8}
+METHODS = {"sft-lora": 20, "sft-full": 20, "dpo-lora": 6, "dpo-full": 6}
 """Steps of each. Of 20 batches one has a row of 1,000 tokens, so that the peaks are those of long rows."""
 LIBRARIES = ("trl", "trellium")
 WARM_UP = 2
@@ -139,7 +139,7 @@ def measure(library: str, method: str, steps: int) -> dict:
 def main() -> None:
     """Run all, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, help="optimizer steps of a run; 20 of SFT and 8 of DPO if not given")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run; 20 of SFT and 6 of DPO if not given")
     parser.add_argument(
         "--rounds", type=int, default=1, help="how often each pair of runs is repeated, in turn the other way round"
     )

@@ -1,6 +1,7 @@
 """`trellium::forest_attention`: one operator a direction, so that a compiled graph holds each as one node of static shape, whatever the forest.
 
-How it computes is `trellium.ops.attention.cascade`; here stand its arguments, its shapes and its derivative.
+How it computes is `trellium.ops.attention.cascade`; here stand its arguments, its shapes and its derivative. Where FlexAttention is to be asked instead
+(`trellium.ops.attention.flex`), it differentiates itself, and is no operator of ours.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trellium.ops.attention import cascade
+from trellium.ops.attention import cascade, flex
 
 
 def forest_attention(
@@ -48,6 +49,9 @@ def forest_attention(
     """
     _check(query, key, value, subtree_end, position_ids, window, softcap, sinks)
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    if flex.takes(query, key, value):
+        forest = (subtree_end, position_ids)
+        return flex.attend(query, key, value, *forest, scale=scale, window=window, softcap=softcap, sinks=sinks)
     return _forest_attention(query, key, value, subtree_end, position_ids, scale, window, softcap, sinks)[0]
 
 
